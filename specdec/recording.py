@@ -34,13 +34,12 @@ FILES = HEADER, TENSORS = "recording.json", "recording.safetensors"
 class Text:
     """One text of the target. Its first token comes from the prefill; a round can begin at every other one."""
 
-    question: int  # index of the prompt that it answers
     prompt: list[int]
     tokens: list[int]
+    seed: Seed = (0, 0)  # that it was drawn by
     # The `steps` tokens that the target emits after the end: a round accepts of them and is cut off. Without them only
     # the rounds' accepted tokens after the end are unknown.
     beyond: list[int] = field(default_factory=list)
-    seed: Seed = (0, 0)  # that it was drawn by
 
     def __post_init__(self) -> None:
         self.seed = tuple(self.seed)  # a list, as JSON has it

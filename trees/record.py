@@ -1,139 +1,300 @@
 """Record once what a drafter proposes along texts of the target, and know what any tree accepts.
 
-    recording = record(target, drafter, prompts, topks=(2, 4, 8), steps=6)
-    recording.save("runs/recording")
-    Recording.load("runs/recording").replay(DynamicTree(4, 5, 16)).tau
+    texts = answers_to(target, ["What is a tree?", "Hello!"], max_new_tokens=64)
+    recording = record(target, drafter, texts, steps=6, topks=(2, 4, 8))
+    recording.replay(DynamicTree(4, 5, 16)).tau
 
-docs/replay.md says what is exact, and in what sense.
+docs/replay.md says what is exact. B pieces of texts run side by side; other shapes are those of `Recording`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from specdec.contracts import Drafter
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec.children import LIKELIEST, Coupled
+from specdec.contracts import Children, Drafter, DraftState
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import describe, versions
 from specdec.model.target import check_taps
-from specdec.recording import Recording, Text
+from specdec.recording import NOWHERE, Recording, Text
+from specdec.sampling.filters import filtered_probs
+from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import Sampling
 from specdec.text import encode_prompt
-from specdec.trees.along import BATCH, Drafting
+from specdec.trees.dynamic import DynamicTree, children_along
+
+PIECE = 32  # roots of a text that are drafted one after the other; its pieces run side by side
+BATCH = 32  # texts that run at once, and pieces of texts
 
 
+def answers_to(
+    target,
+    prompts: Sequence[str | list[int]],
+    sampling: Sampling | None = None,
+    *,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    eos: frozenset[int] | None = None,
+) -> list[Text]:
+    """Let the target answer prompts plainly: token ids, or texts as `specdec.generate` takes them. Answer number i has
+    the seed (seed, i)."""
+    ids = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+    texts = [Text(prompt, [], (seed, number)) for number, prompt in enumerate(ids)]
+    answers = _continue(target, texts, max_new_tokens, sampling, target.eos if eos is None else eos)
+    return [replace(text, tokens=tokens) for text, tokens in zip(texts, answers, strict=True)]
+
+
+@torch.inference_mode()
 def record(
     target,
     drafter: Drafter,
-    prompts: Sequence[str | list[int]],
+    texts: Sequence[Text],
     *,
-    topks: Sequence[int],
     steps: int,
-    max_new_tokens: int = 128,
+    topks: Sequence[int] = (),
     sampling: Sampling | None = None,
     children: str = "coupled",
-    samples: int = 1,
-    seed: int = 0,
+    max_new_tokens: int | None = None,
     eos: frozenset[int] | None = None,
-    outputs: Sequence[list[int]] | None = None,
     batch: int = BATCH,
 ) -> Recording:
-    """Decode the prompts plainly, `samples` times each, and draft after every token of the texts.
+    """Draft after every token of texts of the target.
 
-    Drafted are all candidates of `steps` levels for each of `topks`, and the text itself. Of a block whose slots do not
-    depend on each other's tokens the best of each slot are recorded too, as many as the largest of `topks`.
+    Drafted is the text itself: chains, static trees and `acceptance.json` need no more. With `topks` all candidates of
+    `steps` levels for each of them are drafted too, and of a block whose slots do not depend on each other's tokens the
+    best of each slot, as many as the largest of `topks`.
 
     Args:
-        prompts: Token ids, or texts as `specdec.generate` takes them.
-        outputs: Texts of the target to take instead of decoding, one for each prompt; an end-of-text token or
-            max_new_tokens ended them.
-        seed: Text number i, whether it is decoded here or given, has the seed (seed, i).
-        children: Which children above temperature 0, coupled or likeliest; coupled ones depend on the seed that the
+        sampling: By which the texts were drawn.
+        children: Which children above temperature 0, coupled or likeliest; coupled ones depend on the seeds that the
             texts were drawn by.
-        batch: Texts, and pieces of texts, that run at once.
+        max_new_tokens: That ended the texts which no end-of-text token ended. None: the longest's length.
+        batch: Pieces of texts that run at once.
 
     Raises:
         ValueError: For what does not fit.
     """
     sampling, eos = sampling or Sampling(), target.eos if eos is None else eos
-    _check(target, drafter, prompts, topks, steps, sampling)
+    _check(target, drafter, texts, topks, steps)
+    if sampling.penalised:
+        raise ValueError("texts under penalties cannot be replayed: what a node may be followed by depends on its path")
     if children not in ("coupled", "likeliest"):
         raise ValueError(f"what is recorded are coupled or likeliest children, not {children!r}")
-    prompts = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    if outputs is None:
-        questions = [q for _ in range(samples) for q in range(len(prompts))]
-        outputs = decode(target, [prompts[q] for q in questions], max_new_tokens, sampling, seed, eos, batch)
-    else:
-        questions = list(range(len(prompts)))
-        if [len(outputs), *(len(o) for o in outputs if not 1 <= len(o) <= max_new_tokens)] != [len(prompts)]:
-            raise ValueError(f"each of the {len(prompts)} prompts needs one output, of 1 to {max_new_tokens} tokens")
-    texts = _texts(target, questions, [prompts[q] for q in questions], outputs, steps, sampling, seed, batch)
+    if topks:
+        texts = _with_beyond(target, texts, steps, sampling)
     coupled = children == "coupled" and not sampling.greedy
-    drafting = Drafting(target, drafter, texts, steps, sampling, coupled, sorted(set(topks)), eos)
+    drafting = _Drafting(target, drafter, texts, steps, sampling, coupled, sorted(set(topks)), eos)
     settings = describe(target, None, None, None) | {
         "drafter": {"class": type(drafter).__name__} | dict(drafter.conventions),
         "block": drafter.block,
         "vocabulary": drafter.vocab.size,
-        "samples": samples,
         "children": "coupled" if coupled else "likeliest",
-        "seed": seed,
         "versions": versions(),
     }
-    return Recording(steps, max_new_tokens, sampling, texts, drafting.run(batch), settings)
+    longest = max(len(text.tokens) for text in texts)
+    return Recording(steps, max_new_tokens or longest, sampling, list(texts), drafting.run(batch), settings)
 
 
-def record_ranks(target, drafter: Drafter, texts: list[Text], steps: int, sampling: Sampling) -> Recording:
-    """Record no more than chains, static trees and `acceptance.json` need: the ranks of the texts' own tokens, on
-    `steps` levels or as many as the drafter goes deep. Above temperature 0 the children are coupled ones."""
-    steps = drafter.deepest(steps)
-    tensors = Drafting(target, drafter, texts, steps, sampling, not sampling.greedy).run()
-    return Recording(steps, max(len(text.tokens) for text in texts), sampling, texts, tensors)
-
-
-def answers_to(target, prompts: list[list[int]], temperature: float, max_new_tokens: int, seed: int = 0) -> list[Text]:
-    """Let the target answer prompts (token ids) plainly. Number i has the seed (seed, i)."""
-    tokens = decode(target, prompts, max_new_tokens, Sampling(temperature), seed, target.eos)
-    return [
-        Text(i, prompt, answer, seed=(seed, i)) for i, (prompt, answer) in enumerate(zip(prompts, tokens, strict=True))
-    ]
-
-
-def _check(target, drafter: Drafter, prompts: Sequence, topks: Sequence[int], steps: int, sampling: Sampling) -> None:
-    if sampling.penalised:
-        raise ValueError("texts under penalties cannot be replayed: what a node may be followed by depends on its path")
+def _check(target, drafter: Drafter, texts: Sequence[Text], topks: Sequence[int], steps: int) -> None:
     check_taps(drafter.taps, target.config.layers)
-    if not topks or min(topks) < 1 or steps < 1:
+    if min(topks, default=1) < 1 or steps < 1:
         raise ValueError(f"topks and steps must be at least 1, got topks {list(topks)} and steps {steps}")
     if (most := drafter.deepest(steps)) < steps:
         raise ValueError(f"steps is {steps}, but this drafter guesses {most} tokens ahead at most")
-    if max(topks) > (size := drafter.vocab.size):
+    if max(topks, default=1) > (size := drafter.vocab.size):
         raise ValueError(f"topk is {max(topks)}, but the draft vocabulary has {size} tokens only")
-    if not prompts:
-        raise ValueError("no prompt was given")
+    if not texts or not all(text.tokens for text in texts):
+        raise ValueError("no text was given" if not texts else "a text has no token: leave it out")
+    if topks and not any(text.roots for text in texts):
+        raise ValueError("there is no round to replay: every text ends with its first token")
 
 
-def decode(
-    target, prompts: list[list[int]], new: int, sampling: Sampling, seed: int, eos: frozenset[int], batch: int = BATCH
-) -> list[list[int]]:
-    """Return what the target says to each prompt, without a drafter; number i has the seed (seed, i)."""
+def _continue(target, texts: Sequence[Text], new: int, sampling: Sampling | None, eos: frozenset[int]) -> list[list]:
+    """What the target says after each text, without a drafter, by the noise of the text's seed."""
     engine, out = Engine(target), []
-    for first in range(0, len(prompts), batch):
-        some = prompts[first : first + batch]
-        seeds = [(seed, first + row) for row in range(len(some))]
-        rows = engine.generate(some, max_new_tokens=new, sampling=sampling, seed=seeds, eos=eos).rows
-        out += [row.tokens for row in rows]
+    for first in range(0, len(texts), BATCH):
+        some = texts[first : first + BATCH]
+        ids, how = [text.prompt + text.tokens for text in some], {"seed": [text.seed for text in some], "eos": eos}
+        out += [row.tokens for row in engine.generate(ids, max_new_tokens=new, sampling=sampling, **how).rows]
     return out
 
 
-def _texts(target, questions, prompts, outputs, steps: int, sampling: Sampling, seed: int, batch: int) -> list[Text]:
-    """The outputs, and what the target says after them. Raises ValueError if there is no round to replay."""
-    whole = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-    longest = max(map(len, whole)) + steps
+def _with_beyond(target, texts: Sequence[Text], steps: int, sampling: Sampling) -> list[Text]:
+    """The texts with what the target says after them."""
+    longest = max(len(text.prompt) + len(text.tokens) for text in texts) + steps
     if longest > target.config.context:
         raise ValueError(
             f"a text and the {steps} tokens drafted behind it take {longest} places, the target's context has "
             f"{target.config.context}: decode fewer new tokens"
         )
-    beyond = decode(target, whole, steps, sampling, seed, frozenset(), batch)  # by the noise of these positions
-    parts = zip(questions, prompts, outputs, beyond, strict=True)
-    texts = [Text(*of_text, seed=(seed, number)) for number, of_text in enumerate(parts)]
-    if not any(text.roots for text in texts):
-        raise ValueError("there is no round to replay: every text ends with its first token")
-    return texts
+    beyond = _continue(target, texts, steps, sampling, frozenset())
+    return [replace(text, beyond=tokens) for text, tokens in zip(texts, beyond, strict=True)]
+
+
+class _Piece(NamedTuple):
+    """Consecutive roots of a text."""
+
+    text: int
+    first: int
+    count: int
+    place: int  # of the first root among those of all texts
+
+
+@dataclass
+class _Drafting:
+    """Makes the tensors of a `Recording`, some pieces of texts at a time."""
+
+    target: Any
+    drafter: Drafter
+    texts: Sequence[Text]
+    steps: int
+    sampling: Sampling
+    coupled: bool  # children are, by the seeds of the texts; else they are the likeliest
+    topks: Sequence[int]  # of pools; without any only ranks are recorded
+    eos: frozenset[int]
+
+    def __post_init__(self) -> None:
+        self.device, self.weighs = self.target.device, bool(self.topks) and not self.sampling.greedy
+        marginals = self.drafter.block is not None and not self.drafter.conditioned
+        self.slots = max(self.topks, default=0) if marginals else 0
+        self.roots = sum(text.roots for text in self.texts)
+        self.tensors = {"ranks": torch.zeros(self.roots, self.steps, dtype=torch.int32)}  # though there be none
+
+    def run(self, batch: int) -> dict[str, Tensor]:
+        """Draft along all texts, `batch` pieces at once."""
+        pieces, place = [], 0
+        for number, text in enumerate(self.texts):
+            for first in range(0, text.roots, PIECE):
+                pieces.append(_Piece(number, first, min(PIECE, text.roots - first), place + first))
+            place += text.roots
+        for first in range(0, len(pieces), batch):
+            self._draft(pieces[first : first + batch])
+        if self.weighs:
+            self._weigh()
+        return self.tensors
+
+    def _put(self, name: str, drafted: Tensor) -> None:
+        rows, places = self.where
+        values = drafted.cpu()[rows]
+        values = values if values.is_floating_point() else values.int()
+        if name not in self.tensors:
+            self.tensors[name] = values.new_zeros(self.roots, *values.shape[1:])
+        self.tensors[name][places] = values
+
+    def _draft(self, pieces: Sequence[_Piece]) -> None:
+        """Draft at all roots of the pieces: a row for each piece, one root after the other.
+
+        The drafter absorbs the text as in decoding whose rounds emit one token each."""
+        texts = [self.texts[piece.text] for piece in pieces]
+        rows = [text.prompt + text.tokens + text.beyond for text in texts]
+        longest = max(len(text.prompt) + len(text.tokens) for text in texts) + self.steps
+        tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
+        starts = [len(text.prompt) + piece.first for text, piece in zip(texts, pieces, strict=True)]
+        count = torch.tensor([piece.count for piece in pieces], device=self.device)
+        feats = self._features(pieces, rows, longest)
+        self.drafter.reset(len(rows), longest + max(self.topks, default=1) * (self.steps - 1))
+        noise = Noise([text.seed for text in texts], hashes_of(torch.arange(self.target.vocab, device=self.device)))
+        states = _states_along(self.drafter, tokens, feats, torch.tensor(starts, device=self.device), count)
+        for n, (root, state) in enumerate(states):
+            root = root.clamp(max=longest - self.steps - 1)
+            behind = tokens.gather(1, root[:, None] + torch.arange(1, self.steps + 1, device=self.device))
+            children = LIKELIEST
+            if self.coupled:
+                children = Coupled(noise.behind(root, self.steps), self.sampling, self.drafter.trust)
+            self.where = torch.tensor([(b, p.place + n) for b, p in enumerate(pieces) if n < p.count]).T
+            self._draft_roots(state, behind, children)
+
+    def _draft_roots(self, state: DraftState, behind: Tensor, children: Children) -> None:
+        """Draft at one root of every row. behind [B,D]: how its text goes on."""
+        vocab = self.drafter.vocab
+        self._along(state, behind, children)
+        if state.levels is not None:
+            self._put("levels", state.levels)
+        if self.slots:
+            gains, ids = children.best(state.first(self.steps), vocab, slice(0, self.steps), self.slots)
+            self._put("slots.gains", gains)
+            self._put("slots.tokens", vocab.to_target(ids))
+        for topk in self.topks:
+            pool = DynamicTree(topk, self.steps, 2).expand(self.drafter, state, children)
+            for name, drafted in pool._asdict().items():
+                self._put(f"pool.{topk}.{name}", drafted)
+
+    def _along(self, state: DraftState, behind: Tensor, children: Children) -> None:
+        """Ranks of the text's tokens among the children, and their filtered probabilities under the drafter, which is
+        fed the text itself."""
+        ids, ranks, probs = self.drafter.vocab.from_target(behind), [], []
+        for depth, here in enumerate(_levels_along(self.drafter, state, behind)):
+            logits, draft_id = here.logits.float().log_softmax(-1), ids[:, depth : depth + 1]
+            scores = logits if children is LIKELIEST else children.scores(logits, self.drafter.vocab, depth)
+            logits, scores, known = logits[:, 0], scores[:, 0], draft_id[:, 0] >= 0
+            own = scores.gather(1, draft_id.clamp(min=0))
+            before = torch.arange(scores.shape[1], device=scores.device) < draft_id
+            rank = ((scores > own) | ((scores == own) & before)).sum(1)
+            ranks.append(torch.where(known, rank, NOWHERE))
+            if self.weighs:
+                q = filtered_probs(logits, self.sampling).gather(1, draft_id.clamp(min=0))[:, 0]
+                probs.append(torch.where(known, q, 0))
+        self._put("ranks", torch.stack(ranks, 1))
+        if probs:
+            self._put("q", torch.stack(probs, 1))
+
+    def _features(self, pieces: Sequence[_Piece], rows: list[list[int]], longest: int) -> Tensor | None:
+        """The target's features [B,longest,F] of the rows; None for drafters without taps. Each text is run once."""
+        if not self.drafter.taps:
+            return None
+        of: dict[int, Tensor] = {}
+        for piece, row in zip(pieces, rows, strict=True):
+            if piece.text not in of:
+                ids = torch.tensor([row], device=self.device)
+                feats = self.target(ids, None, taps=self.drafter.taps, logits=False)[1]
+                of[piece.text] = F.pad(feats[0], (0, 0, 0, longest - len(row)))
+        return torch.stack([of[piece.text] for piece in pieces])
+
+    def _weigh(self) -> None:
+        """Add the target's probabilities of the texts' tokens, and of the candidates next to them."""
+        place, depth, kept = 0, torch.arange(self.steps), {"p": []}
+        eos = torch.tensor(sorted(self.eos), dtype=torch.int32)
+        for text in self.texts:
+            ids = torch.tensor([text.prompt + text.tokens + text.beyond], device=self.device)
+            logits = self.target(ids, None)[0][0, len(text.prompt) :]
+            probs = filtered_probs(logits, self.sampling).cpu()
+            here, behind = slice(place, place + text.roots), text.following(self.steps)
+            position = torch.arange(text.roots)[:, None] + depth  # from which the token of this depth is predicted
+            kept["p"].append(probs[position, behind])
+            if not self.coupled:
+                beside = {f"pool.{k}.p": children_along(self.tensors, k, self.steps, behind, here) for k in self.topks}
+                if self.slots:
+                    beside["slots.p"] = self.tensors["slots.tokens"][here].long(), True
+                for name, (tokens, there) in beside.items():
+                    counts = ~torch.isin(tokens, eos) & there
+                    kept.setdefault(name, []).append(probs[position[..., None], tokens] * counts)
+            place += text.roots
+        self.tensors |= {name: torch.cat(parts) for name, parts in kept.items()}
+
+
+def _states_along(
+    drafter: Drafter, texts: Tensor, feats: Tensor | None, start: Tensor, count: Tensor
+) -> Iterator[tuple[Tensor, DraftState]]:
+    """The roots [B] and the drafter's state at them: `count` [B] roots of each of the texts [B,T], from `start` [B] on.
+    What is said of a text behind its last root is void."""
+    first = int(start.max())
+    state = drafter.admit(0, texts[:, 0], None if feats is None else feats[:, :first], texts[:, 1 : first + 1], start)
+    for n in range(int(count.max())):
+        yield start + n, state
+        at = (start + n)[:, None].clamp(max=texts.shape[1] - 2)
+        absorbed = None if feats is None else feats.gather(1, at[..., None].expand(-1, -1, feats.shape[-1]))
+        state = drafter.extend(absorbed, texts.gather(1, at + 1), (n + 1 < count).long(), first + n + 1)
+
+
+def _levels_along(drafter: Drafter, first: DraftState, tokens: Tensor) -> Iterator[DraftState]:
+    """The drafter's states on the levels behind a root of each text, tokens [B,D] of the text itself fed back."""
+    state = drafter.root(first)
+    for depth in range(1, tokens.shape[1] + 1):
+        yield state
+        if depth < tokens.shape[1]:
+            ancestors = torch.ones(len(tokens), 1, depth, dtype=torch.bool, device=tokens.device)
+            state = drafter.expand(first, tokens[:, depth - 1 : depth], state.hidden, depth, ancestors)

@@ -11,10 +11,11 @@ from helpers import DRAFTERS, tiny_drafter, tiny_target
 from specdec.children import LIKELIEST
 from specdec.drafters.layers import restrict
 from specdec.engine.engine import Engine
-from specdec.lab.replay import Recording, likely, record, while_likely
+from specdec.lab.replay import Recording, answers_to, likely, record, while_likely
+from specdec.recording import Text
 from specdec.sampling.filters import filtered_probs
 from specdec.structs import DraftTree, Sampling
-from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree, along
+from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from specdec.trees.dynamic import Pool, select
 from specdec.verify import make_verifier
 
@@ -48,6 +49,20 @@ def refused(calls: dict[str, Callable]) -> None:
             call()
 
 
+def recorded(
+    target, drafter, prompts=PROMPTS, *, outputs=None, seed=0, max_new_tokens=25, eos=EOS, sampling=None, **how
+) -> Recording:
+    """Along answers of the target, or along these outputs."""
+    same = {"max_new_tokens": max_new_tokens, "eos": eos}
+    if outputs is None:
+        texts = answers_to(target, prompts, sampling, seed=seed, **same)
+    else:
+        texts = [
+            Text(prompt, output, (seed, i)) for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+    return record(target, drafter, texts, sampling=sampling, **same, **how)
+
+
 def real(target, drafter, tree, verifier="match", prompts=PROMPTS, **how):
     return Engine(target, drafter, tree, make_verifier(verifier)).generate(prompts, **HOW | how).rows
 
@@ -65,7 +80,7 @@ def test_rounds_are_those_of_real_runs(target, kind, sampling, children):
     """What the target draws is settled by seed and position, so one recording holds the rounds of every tree."""
     drafter, abstains = DRAFTERS[kind](target), kind in ("lookup", "suffix")
     how, asked = HOW | {"sampling": sampling, "seed": 5}, {"children": children} if children else {}
-    recording = record(target, drafter, PROMPTS, topks=(1, 2, 3), steps=3, **how, **asked)
+    recording = recorded(target, drafter, PROMPTS, topks=(1, 2, 3), steps=3, **how, **asked)
     if sampling.greedy:
         assert {text.tokens[-1] in EOS for text in recording.texts} == {True, False}, "both ends should be there"
     trees = [*(DynamicTree(*setting) for setting in SETTINGS), Chain(3)]
@@ -94,7 +109,7 @@ def test_trees_over_blocks(target, children, tmp_path):
     if children:
         how |= {"sampling": Sampling(0.8), "seed": 5}
     told = {"children": children} if children else {}
-    record(target, drafter, PROMPTS, topks=(1, 2, 6), steps=5, **told, **how).save(tmp_path / "it")
+    recorded(target, drafter, PROMPTS, topks=(1, 2, 6), steps=5, **told, **how).save(tmp_path / "it")
     recording = Recording.load(tmp_path / "it")
     accepted = set()
     for tree, replayed in zip(BLOCK_TREES, recording.replay_many(BLOCK_TREES), strict=True):
@@ -113,26 +128,25 @@ def test_trees_over_blocks(target, children, tmp_path):
 def test_what_is_not_recorded_of_blocks(target):
     drafter, conditioned = DRAFTERS["dflash"](target), DRAFTERS["dflash2"](target)
     how = {"prompts": PROMPTS[:1], "topks": (2,), "max_new_tokens": 4}
-    recording, of_conditioned = (record(target, each, steps=3, **how) for each in (drafter, conditioned))
+    recording, of_conditioned = (recorded(target, each, steps=3, **how) for each in (drafter, conditioned))
     refused({
         "the 2 best tokens of a slot were recorded": lambda: recording.replay(BlockTree(3, 2, 4)),
         "4 levels deep, but 3 were recorded": lambda: recording.replay(BlockTree(2, 4, 4)),
-        "guesses 5 tokens ahead": lambda: record(target, drafter, steps=6, **how),
+        "guesses 5 tokens ahead": lambda: recorded(target, drafter, steps=6, **how),
         "do not depend on each other": lambda: of_conditioned.replay(BlockTree(2, 3, 4)),
     })  # fmt: skip
 
 
 def test_pieces_and_batches_change_nothing(target, drafter, monkeypatch):
-    how = {"topks": (3,), "steps": 3, "sampling": Sampling(0.9), "samples": 2} | HOW
-    whole = record(target, drafter, PROMPTS, **how)
-    monkeypatch.setattr(along, "PIECE", 4)
+    how = {"topks": (3,), "steps": 3, "sampling": Sampling(0.9)}
+    whole = recorded(target, drafter, PROMPTS * 2, **how)
+    monkeypatch.setattr("specdec.trees.record.PIECE", 4)
     outputs = [text.tokens for text in whole.texts]
-    cut = record(target, drafter, PROMPTS * 2, **how | {"samples": 1, "outputs": outputs}, batch=3)
+    cut = recorded(target, drafter, PROMPTS * 2, **how, outputs=outputs, batch=3)
     assert torch.equal(whole.tensors["pool.3.parents"], cut.tensors["pool.3.parents"])
     torch.testing.assert_close(whole.tensors["pool.3.scores"], cut.tensors["pool.3.scores"])
     tree = DynamicTree(3, 3, 9)
     assert whole.replay(tree).emitted == cut.replay(tree).emitted
-    assert [text.question for text in whole.texts] == [0, 1, 2, 0, 1, 2]
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa"])
@@ -140,7 +154,7 @@ def test_vocabularies_are_those_of_frspec(target, kind):
     ids = torch.tensor([12, 3, 4, 6, 8, 5])
     drafter, smaller = DRAFTERS[kind](target), DRAFTERS[kind](target)
     restrict(smaller, ids)
-    whole, restricted = (record(target, each, PROMPTS, topks=(2,), steps=3, **HOW) for each in (drafter, smaller))
+    whole, restricted = (recorded(target, each, PROMPTS, topks=(2,), steps=3) for each in (drafter, smaller))
     differs = False
     for tree in (DynamicTree(2, 3, 6), Chain(3), StaticTree([[0], [1], [1, 1]])):
         replayed = restricted.replay(tree)
@@ -167,7 +181,7 @@ class Truncated(DynamicTree):
 
 @pytest.mark.parametrize("rule", [likely(0.15), while_likely(0.6)], ids=["likely", "while_likely"])
 def test_truncation_rules(target, drafter, rule):
-    recording = record(target, drafter, PROMPTS, topks=(3,), steps=3, **HOW)
+    recording = recorded(target, drafter, PROMPTS, topks=(3,), steps=3)
     tree = Truncated(rule, 3, 3, 12)
     rows = [real(target, drafter, tree, prompts=[prompt])[0] for prompt in PROMPTS]
     replayed = recording.replay(DynamicTree(3, 3, 12).replay(recording, rule))
@@ -188,7 +202,7 @@ def every_text():
     logits = target(torch.tensor([prompt + text + [0] * (4 - len(text)) for text in outputs]), None)[0]
     rows = zip(filtered_probs(logits, sampling).double(), outputs, strict=True)
     probability = [probs[range(1, 1 + len(text)), text].prod() for probs, text in rows]
-    recording = record(
+    recording = recorded(
         target, drafter, [prompt] * len(outputs), topks=(1, 2, 3), steps=3, max_new_tokens=4, sampling=sampling,
         eos=frozenset({eos}), outputs=outputs, batch=256, children="likeliest",
     )  # fmt: skip
@@ -222,7 +236,7 @@ def test_drawn_chains_under_rejection(target):
     outputs = [row.tokens for row in rows]
     how = HOW | {"max_new_tokens": 12}
     how |= {"topks": (1,), "steps": 3, "sampling": sampling, "outputs": outputs, "batch": 300}
-    recording = record(target, drafter, prompts, children="likeliest", **how)
+    recording = recorded(target, drafter, prompts, children="likeliest", **how)
     rounds = torch.tensor([float(row.trace.rounds) for row in rows])
 
     def score(expected: list[float]) -> float:
@@ -236,8 +250,8 @@ def test_drawn_chains_under_rejection(target):
 
 
 def test_files(target, drafter, tmp_path):
-    how = {"topks": (2, 3), "steps": 2, "sampling": Sampling(1.0)} | HOW
-    recording, folder = record(target, drafter, PROMPTS, **how), tmp_path / "recording"
+    how = {"topks": (2, 3), "steps": 2, "sampling": Sampling(1.0)}
+    recording, folder = recorded(target, drafter, PROMPTS, **how), tmp_path / "recording"
     for _ in range(2):  # the second in place of the first
         recording.save(folder)
     again = Recording.load(folder)
@@ -262,7 +276,7 @@ def test_what_was_not_proposed_is_not_accepted(target, tmp_path):
     """Of n-grams: in files, in sampled texts, and in drawn chains."""
     drafter, how = DRAFTERS["suffix"](target), {"topks": (1,), "steps": 3, "sampling": Sampling(0.7)}
     rows = real(target, drafter, Chain(3), sampling=how["sampling"], prompts=PROMPTS * 4, seed=5)
-    recording = record(target, drafter, PROMPTS * 4, outputs=[row.tokens for row in rows], seed=5, **how, **HOW)
+    recording = recorded(target, drafter, PROMPTS * 4, outputs=[row.tokens for row in rows], seed=5, **how)
     recording.save(tmp_path / "recording")
     again = Recording.load(tmp_path / "recording")
     for kept in (recording, again):
@@ -282,12 +296,11 @@ def test_what_was_not_proposed_is_not_accepted(target, tmp_path):
     ("change", "message"),
     [
         ({"steps": 0}, "at least 1"),
-        ({"topks": ()}, "at least 1"),
+        ({"topks": (0,)}, "at least 1"),
         ({"topks": (9,)}, "vocabulary has 8 tokens only"),
         ({"max_new_tokens": 254}, "decode fewer new tokens"),
-        ({"prompts": []}, "no prompt was given"),
-        ({"outputs": [[1]]}, "needs one output"),
-        ({"outputs": [[1], [], [1]]}, "needs one output"),
+        ({"prompts": []}, "no text was given"),
+        ({"outputs": [[1], [], [1]]}, "a text has no token"),
         ({"outputs": [[1], [2], [3]]}, "no round to replay"),
         ({"sampling": Sampling(presence_penalty=0.5)}, "under penalties cannot be replayed"),
     ],
@@ -295,11 +308,11 @@ def test_what_was_not_proposed_is_not_accepted(target, tmp_path):
 def test_what_cannot_be_recorded(target, drafter, change, message):
     settings = {"prompts": PROMPTS, "topks": (2,), "steps": 2, "max_new_tokens": 3, "eos": frozenset()} | change
     with pytest.raises(ValueError, match=message):
-        record(target, drafter, **settings)
+        recorded(target, drafter, **settings)
 
 
 def test_what_cannot_be_replayed(target, drafter):
-    recording = record(target, drafter, PROMPTS, topks=(2, 3), steps=2, **HOW)
+    recording = recorded(target, drafter, PROMPTS, topks=(2, 3), steps=2)
     refused({
         "topk 4 was not recorded; recorded were 2, 3": lambda: recording.replay(DynamicTree(4, 2, 5)),
         "3 levels deep, but 2 were recorded": lambda: recording.replay(DynamicTree(2, 3, 5)),

@@ -171,7 +171,7 @@ PLACES = {
     "while metrics are computed": (sweep, "summary", 3),
     "while a trace is written": (store, "write_trace", 2),
     "before a point is put in place": (Path, "rename", 5),
-    "while a best tree is measured": (sweep, "record_ranks", 1),
+    "while a best tree is measured": (sweep, "record", 1),
     "while results are put together": (store, "write_text", 2),
 }
 

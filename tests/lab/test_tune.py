@@ -26,7 +26,7 @@ from specdec.lab.cost.tune import (
     tune,
 )
 from specdec.trees import Chain, DynamicTree, StaticTree, Tree
-from specdec.trees.record import record
+from specdec.trees.record import answers_to, record
 
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]
 CHAIN, TREE = Chain(2), DynamicTree(2, 2, 5)
@@ -106,9 +106,9 @@ def test_n_grams_are_predicted_as_they_run(batch):
     def note(_, inputs, keywords):
         columns.append(0 if keywords.get("prefill") else inputs[0].shape[1])
 
-    recording = record(target, drafter, prompts, topks=(1,), steps=3, max_new_tokens=30)
+    recording = record(target, drafter, answers_to(target, prompts, max_new_tokens=30), topks=(1,), steps=3)
     hook = target.register_forward_pre_hook(note, with_kwargs=True)
-    tokens, _ = really(Engine(target, drafter, tree.build()), prompts, batch, 30)
+    tokens, _ = really(Engine(target, drafter, tree), prompts, batch, 30)
     hook.remove()
     assert {1, 4} <= set(columns)
     costs = Known({None: 1.0} | {Chain(steps): 1.0 + steps for steps in (1, 2, 3)})
@@ -120,20 +120,20 @@ def test_n_grams_are_predicted_as_they_run(batch):
 def test_replay_and_known_times_predict_real_runs(pair, batch):
     """With every round of the engine taking a known time, tokens/s are exact: acceptance, rounds, and order fit."""
     trees = useful_trees((1, 2, 3), 3, (3, 8))
-    recording = record(*pair, PROMPTS, topks=(1, 2, 3), steps=3, max_new_tokens=20)
+    recording = record(*pair, answers_to(pair[0], PROMPTS, max_new_tokens=20), topks=(1, 2, 3), steps=3)
     costs = Known(dict.fromkeys([None, *trees], 0.5))
     plain, ranking = predict_all(costs, recording, accepted(recording, *trees), [len(p) for p in PROMPTS], batch)
     assert {p.tree for p in ranking} == set(trees)
     assert [p.tokens_per_second for p in ranking] == sorted((p.tokens_per_second for p in ranking), reverse=True)
     for p in (plain, *ranking):
-        engine = Engine(pair[0]) if p.tree is None else Engine(*pair, p.tree.build())
+        engine = Engine(pair[0]) if p.tree is None else Engine(*pair, p.tree)
         tokens, rounds = really(engine, PROMPTS, batch, 20)
         assert p.tokens_per_second == pytest.approx(tokens / (0.5 * rounds)), p.tree
 
 
 def test_the_clairvoyant_bound(pair):
     """No sequence of choices by round is faster: all of them are tried on a text."""
-    recording = record(*pair, [PROMPTS[0]], topks=(1, 2), steps=2, max_new_tokens=9)
+    recording = record(*pair, answers_to(pair[0], PROMPTS[:1], max_new_tokens=9), topks=(1, 2), steps=2)
     costs = Known({CHAIN: 1.5, TREE: 2.0, None: 1.1}, a_token=0.01)
     found, roots = accepted(recording, CHAIN, TREE), int(recording.roots[0])
 

@@ -17,9 +17,8 @@ from specdec.engine.traces import tau
 from specdec.lab.replay import optimal_tree
 from specdec.model.loader import load_target
 from specdec.recording import Text
-from specdec.structs import Sampling
 from specdec.trees import Chain, Tree
-from specdec.trees.record import record_ranks
+from specdec.trees.record import record
 from specdec.trees.spec import parse_tree
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
@@ -71,9 +70,9 @@ def test_tau_along_answers_is_that_of_decoding(drafter, tree):
     target = tiny_target()
     model, tree = DRAFTERS[drafter](target), parse_tree(tree)
     plain = Engine(target).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
-    texts = [Text(i, row.prompt, row.tokens) for i, row in enumerate(plain)]
-    recording = record_ranks(target, model, texts, 3, Sampling())
-    alone = [record_ranks(target, model, [text], 3, Sampling()).along(4).texts[0] for text in texts]
+    texts = [Text(row.prompt, row.tokens) for row in plain]
+    recording = record(target, model, texts, steps=3)
+    alone = [record(target, model, [text], steps=3).along(4).texts[0] for text in texts]
     assert recording.along(4) == AlongTexts(0.0, 4, 3, tuple(alone))
     rows = Engine(target, model, tree).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
     assert recording.along(4).tau(tree.paths) == pytest.approx(tau([row.trace for row in rows]))

@@ -22,7 +22,7 @@ from specdec.training.objectives.losses import pieces, product
 from specdec.training.objectives.teacher import Student, TeacherLogits, TopTeacher, read_teacher
 from specdec.trees import Chain
 from specdec.trees.optimal import KEPT
-from specdec.trees.record import answers_to, record_ranks
+from specdec.trees.record import answers_to, record
 
 DEPTH = WIDTH = 8  # levels and children of acceptance.json
 HELDOUT = "heldout"  # as trainer.prompts: the prompts of the held-out conversations
@@ -92,8 +92,10 @@ class Decoding:
 
     def _record(self, drafter: Drafter, steps: int, temperature: float) -> Recording:
         if temperature not in self.answers:
-            self.answers[temperature] = answers_to(self.target, self.prompts, temperature, self.max_new_tokens)
-        return record_ranks(self.target, drafter, self.answers[temperature], steps, Sampling(temperature))
+            how = {"max_new_tokens": self.max_new_tokens}
+            self.answers[temperature] = answers_to(self.target, self.prompts, Sampling(temperature), **how)
+        how = {"steps": drafter.deepest(steps), "sampling": Sampling(temperature)}
+        return record(self.target, drafter, self.answers[temperature], **how)
 
     def tau(self, folder: Path) -> dict[str, float]:
         """tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it, and its interval."""

@@ -30,7 +30,7 @@ from specdec.lab.machine import machine
 from specdec.lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
 from specdec.lab.output import progress_bar
 from specdec.structs import Sampling
-from specdec.trees.record import record
+from specdec.trees.record import answers_to, record
 from specdec.trees.spec import parse_tree
 
 SHOWN = 10
@@ -118,7 +118,8 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
         repeats=args.repeats,
     )
     how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
-    recording = record(target, drafter, prompts, topks=topks, steps=max(tree.steps for tree in trees), **how)
+    texts, steps = answers_to(target, prompts, **how), max(tree.steps for tree in trees)
+    recording = record(target, drafter, texts, steps=steps, topks=topks, sampling=sampling)
     how |= {"batch": args.batch_size, "repeats": args.repeats, "progress": progress_bar("real runs")}
     return costs, tune(costs, recording, trees, target, drafter, prompts, tries=args.tries, **how)
 

@@ -3,6 +3,6 @@
 from specdec.lab.replay.rules import likely, while_likely
 from specdec.recording import Recording
 from specdec.trees.dynamic import Rule
-from specdec.trees.record import record
+from specdec.trees.record import answers_to, record
 
-__all__ = ["Recording", "Rule", "likely", "record", "while_likely"]
+__all__ = ["Recording", "Rule", "answers_to", "likely", "record", "while_likely"]

@@ -19,7 +19,7 @@ from specdec.cli.flags import command_parser
 from specdec.lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
 from specdec.structs import Sampling
 from specdec.trees.optimal import KEPT, expected_tau, optimal_paths
-from specdec.trees.record import answers_to, record_ranks
+from specdec.trees.record import answers_to, record
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,8 +66,9 @@ def main(argv: list[str] | None = None) -> None:
     temperatures = sorted({args.temperature, *(KEPT if args.keep else ())})
     found = {}
     for t in temperatures:
-        answers = answers_to(target, prompts, t, args.max_new_tokens, args.seed)
-        found[t] = record_ranks(target, drafter, answers, args.steps, Sampling(t)).along(args.topk)
+        answers = answers_to(target, prompts, Sampling(t), max_new_tokens=args.max_new_tokens, seed=args.seed)
+        recording = record(target, drafter, answers, steps=drafter.deepest(args.steps), sampling=Sampling(t))
+        found[t] = recording.along(args.topk)
     if any(measured.empty for measured in found.values()):
         raise ValueError(
             "nothing was measured: every answer is one token long, and the first token is not drafted; "

@@ -31,7 +31,7 @@ from specdec.structs import Sampling, Verifier
 from specdec.threads import full_threads
 from specdec.trees import Chain
 from specdec.trees.optimal import expected_tau, most_nodes, optimal_paths
-from specdec.trees.record import record_ranks
+from specdec.trees.record import record
 from specdec.trees.spec import make_tree, parse_tree
 
 
@@ -208,9 +208,9 @@ class Sweep:
                 f"every answer that the best tree is measured along, of {len(chosen)}, is one token long: raise "
                 "best_tree.questions or max_new_tokens, or set best_tree=null"
             )
-        texts = [Text(i, row.prompt, row.tokens, seed=row.seed) for i, row in enumerate(rows)]
+        texts, steps = [Text(row.prompt, row.tokens, row.seed) for row in rows], drafter.deepest(wanted["steps"])
         topk = min(wanted["topk"], drafter.vocab.size)
-        accept = record_ranks(self.target, drafter, texts, wanted["steps"], self.sampling).along(topk).table()
+        accept = record(self.target, drafter, texts, steps=steps, sampling=self.sampling).along(topk).table()
         sizes = [n for n in wanted["num_draft_tokens"] if 2 <= n <= most_nodes(topk, len(accept))]
         trees = {n: optimal_paths(accept, n) for n in sizes}
         found = {

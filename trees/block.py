@@ -100,10 +100,8 @@ class BlockTree(Tree):
         pool, n = self.best_paths(*(x[:, : self.steps, : self.topk] for x in (gains, tokens))), self.num_draft_tokens
         among = torch.zeros_like(pool.tokens, dtype=torch.bool).scatter_(1, best_first(pool.scores)[:, : n - 1], True)
         levels = [slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True)]
-        _, hit, counts = follow(pool, levels, recording.following, among)
-        kept, children = (hit >= 0) & drafts[:, None], torch.arange(most) < (counts * drafts[:, None])[..., None]
-        expected = recording.expectation(recording.tensors.get("slots.p"), kept, children)
-        return Accepted(kept.sum(1), expected, torch.where(drafts, n, 1), self.steps * drafts)
+        hit = follow(pool, levels, recording.following, among)
+        return Accepted((hit >= 0).sum(1) * drafts, torch.where(drafts, n, 1), self.steps * drafts)
 
     def _move(self, device: torch.device) -> None:
         if self.pairs[0].device != device:

@@ -1,6 +1,6 @@
 """The EAGLE-2 dynamic tree: expand the most likely nodes level by level, then keep the best of all candidates."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,10 +22,6 @@ from specdec.trees.bounds import check_nodes, check_shape, check_size
 WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
 NODES = 16  # unless told otherwise, or as many as there are
-
-# A truncation rule. It takes the path log-probabilities of all candidates level by level, [R,W], [R,W^2], ..., and
-# returns how many levels are drafted, [R], at least 1, and how many nodes are verified at most, [R], the root counted.
-Rule = Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]
 
 
 class Pool(NamedTuple):
@@ -111,26 +107,26 @@ class DynamicTree(Tree):
         """The tree of the root and the best candidates."""
         return select(root, pool, self.num_draft_tokens, self.steps)
 
-    def replay(self, recording: Recording, rule: Rule | None = None) -> Accepted:
-        """A text runs through a pool along one path at most, and the tree keeps what has a high enough rank.
-
-        rule: cuts the tree at each root."""
+    def replay(self, recording: Recording) -> Accepted:
+        """A text runs through a pool along one path at most, and the tree keeps what has a high enough rank."""
         drafts = recording.levels(self.steps) > 0
-        pool = recorded_pool(recording.tensors, self.topk)
-        make = partial(_ranks_along, pool, self.topk, recording)
-        hit, children = recording.derived(f"ranks {self.topk}", make)
-        levels, budget = (torch.full((len(hit),), size) for size in (self.steps, self.num_draft_tokens))
-        if rule is not None:
-            levels, most = rule([pool.scores[:, level] for level in _levels(self.topk, self.steps)])
-            if levels.min() < 1 or levels.max() > self.steps or most.min() < 1:
-                raise ValueError(f"a truncation rule must keep 1 to {self.steps} levels and at least the root")
-            budget = torch.minimum(budget, most).minimum(1 + self.topk + (levels - 1) * self.topk**2)
-        row = torch.arange(len(hit))
-        kept = hit[row, levels - 1] < (budget - 1)[:, None]  # [R,D]: is the text's node of this depth in the tree?
-        children = children[row, levels - 1] < (budget - 1)[:, None, None]
-        expected = recording.expectation(recording.tensors.get(f"pool.{self.topk}.p"), kept, children)
-        expected = None if expected is None else torch.where(drafts, expected, 1)
-        return Accepted(kept.sum(1) * drafts, expected, torch.where(drafts, budget, 1), levels * drafts)
+        if (name := f"dynamic.{self.topk}") not in recording.tensors:
+            known = ", ".join(other[8:] for other in recording.tensors if other.startswith("dynamic."))
+            raise ValueError(f"topk {self.topk} was not recorded; recorded were {known or 'none'}")
+        kept = recording.tensors[name][:, self.steps - 1] < self.num_draft_tokens - 1
+        return Accepted(kept.sum(1) * drafts, torch.where(drafts, self.num_draft_tokens, 1), self.steps * drafts)
+
+    def ranks_along(self, pool: Pool, following: Tensor) -> Tensor:
+        """Return the ranks by path score among all of the first 1, 2, ... levels of the nodes that a text runs through,
+        by depth, [B,D,D]; NOWHERE where there is none. following [B,D]: the text."""
+        ends = [self.candidates(self.topk, depth) for depth in range(1, self.steps + 1)]
+        hit, found = follow(pool, [slice(*level) for level in pairwise([0, *ends])], following), []
+        for count in ends:
+            order = best_first(pool.scores[:, :count])
+            rank = torch.empty_like(order).scatter_(1, order, torch.arange(count, device=order.device).expand_as(order))
+            there = (hit >= 0) & (hit < count)
+            found.append(torch.where(there, rank.gather(1, torch.where(there, hit, 0)), NOWHERE))
+        return torch.stack(found, 1)
 
     def _move(self, device: torch.device) -> None:
         """Bring what every tree begins with to the device of the first state, once."""
@@ -196,68 +192,18 @@ def best_first(scores: Tensor) -> Tensor:
     return scores.sort(dim=1, descending=True, stable=True).indices
 
 
-# Replay
+def follow(pool: Pool, levels: Sequence[slice], following: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return where a text runs through a pool: the place at each depth of the child that is its token, [B,D], or -1.
 
-
-def recorded_pool(tensors: dict[str, Tensor], topk: int) -> Pool:
-    """The pool of a `Recording`. Raises ValueError if none was recorded."""
-    if f"pool.{topk}.tokens" not in tensors:
-        known = ", ".join(name.split(".")[1] for name in tensors if name.endswith(".tokens") and name[:4] == "pool")
-        raise ValueError(f"topk {topk} was not recorded; recorded were {known or 'none'}")
-    return Pool(*(tensors[f"pool.{topk}.{part}"] for part in Pool._fields))
-
-
-def _levels(topk: int, steps: int) -> list[slice]:
-    """Where the levels of a pool lie."""
-    return [slice(*ends) for ends in pairwise([0, *(DynamicTree.candidates(topk, d) for d in range(1, steps + 1))])]
-
-
-def follow(
-    pool: Pool, levels: Sequence[slice], following: Tensor, kept: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Where a text runs through a pool.
-
-    levels: of the pool, one for each depth. following [R,>=D]: the text's tokens behind each root. kept [R,M]: the
-    candidates that count; None: all.
-
-    Returns three tensors [R,D]: the place of the first child of the text's node above each depth, and the place of the
-    child that is the text's token, -1 where there is none; and how many children that node has."""
-    node = torch.zeros(len(following), dtype=pool.parents.dtype)  # counted as `parents` counts: 0 is the root
+    levels: of the pool, one for each depth. following [B,>=D]: the text's tokens after each root. kept [B,M]: the
+    candidates that count; None: all."""
+    node = following.new_zeros(len(following))  # counted as `parents` counts: 0 is the root
     found = []
     for depth, level in enumerate(levels):
-        child = pool.parents[:, level] == node[:, None]
+        match = pool.parents[:, level] == node[:, None]
+        match &= pool.tokens[:, level] == following[:, depth : depth + 1]
         if kept is not None:
-            child &= kept[:, level]
-        match = child & (pool.tokens[:, level] == following[:, depth : depth + 1])
-        first, hit = (torch.where(x.any(1), x.int().argmax(1) + level.start, -1) for x in (child, match))
-        found.append((first, hit, child.sum(1)))
-        node = torch.where(hit < 0, -1, hit + 1)
-    return tuple(torch.stack(parts, 1) for parts in zip(*found, strict=True))
-
-
-def children_along(
-    tensors: dict[str, Tensor], topk: int, steps: int, following: Tensor, here: slice
-) -> tuple[Tensor, Tensor]:
-    """The candidates to be the text's next node at each depth, [R,D,W], and whether there are any, [R,D,1]; here: of
-    the roots."""
-    pool = Pool(*(part[here] for part in recorded_pool(tensors, topk)))
-    first, *_ = follow(pool, _levels(topk, steps), following)
-    places = first.clamp(min=0)[..., None] + torch.arange(topk)
-    return pool.tokens.gather(1, places.flatten(1)).long().view(places.shape), (first >= 0)[..., None]
-
-
-def _ranks_along(pool: Pool, topk: int, recording: Recording) -> tuple[Tensor, Tensor]:
-    """Ranks by path score among all of the first 1, 2, ... levels: [R,D,D] of the nodes that the text runs through, by
-    depth, and [R,D,D,W] of the candidates to be the next node; NOWHERE where there is none."""
-    first, hit, _ = follow(pool, _levels(topk, recording.steps), recording.following)
-    children = torch.where(first[..., None] < 0, -1, first[..., None] + torch.arange(topk))
-    places = torch.cat([hit[..., None], children], -1).flatten(1)  # [R,D*(1+W)]
-    found = []
-    for steps in range(1, recording.steps + 1):
-        count = DynamicTree.candidates(topk, steps)
-        order = best_first(pool.scores[:, :count])
-        rank = torch.empty_like(order).scatter_(1, order, torch.arange(count).expand_as(order))
-        there = (places >= 0) & (places < count)
-        found.append(torch.where(there, rank.gather(1, torch.where(there, places, 0)), NOWHERE).int())
-    ranks = torch.stack(found, 1).unflatten(2, (recording.steps, 1 + topk))
-    return ranks[..., 0].contiguous(), ranks[..., 1:].contiguous()
+            match &= kept[:, level]
+        found.append(torch.where(match.any(1), match.int().argmax(1) + level.start, -1))
+        node = torch.where(found[-1] < 0, -1, found[-1] + 1)
+    return torch.stack(found, 1)

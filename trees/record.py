@@ -21,11 +21,10 @@ from specdec.engine.engine import Engine
 from specdec.engine.recorder import describe, versions
 from specdec.model.target import check_taps
 from specdec.recording import NOWHERE, Recording, Text
-from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import Sampling
 from specdec.text import encode_prompt
-from specdec.trees.dynamic import DynamicTree, children_along
+from specdec.trees.dynamic import DynamicTree
 
 PIECE = 32  # roots of a text that are drafted one after the other; its pieces run side by side
 BATCH = 32  # texts that run at once, and pieces of texts
@@ -58,8 +57,6 @@ def record(
     topks: Sequence[int] = (),
     sampling: Sampling | None = None,
     children: str = "coupled",
-    max_new_tokens: int | None = None,
-    eos: frozenset[int] | None = None,
     batch: int = BATCH,
 ) -> Recording:
     """Draft after every token of texts of the target.
@@ -72,13 +69,12 @@ def record(
         sampling: By which the texts were drawn.
         children: Which children above temperature 0, coupled or likeliest; coupled ones depend on the seeds that the
             texts were drawn by.
-        max_new_tokens: That ended the texts which no end-of-text token ended. None: the longest's length.
         batch: Pieces of texts that run at once.
 
     Raises:
         ValueError: For what does not fit.
     """
-    sampling, eos = sampling or Sampling(), target.eos if eos is None else eos
+    sampling = sampling or Sampling()
     _check(target, drafter, texts, topks, steps)
     if sampling.penalised:
         raise ValueError("texts under penalties cannot be replayed: what a node may be followed by depends on its path")
@@ -87,7 +83,7 @@ def record(
     if topks:
         texts = _with_beyond(target, texts, steps, sampling)
     coupled = children == "coupled" and not sampling.greedy
-    drafting = _Drafting(target, drafter, texts, steps, sampling, coupled, sorted(set(topks)), eos)
+    drafting = _Drafting(target, drafter, texts, steps, sampling, coupled, sorted(set(topks)))
     settings = describe(target, None, None, None) | {
         "drafter": {"class": type(drafter).__name__} | dict(drafter.conventions),
         "block": drafter.block,
@@ -95,8 +91,7 @@ def record(
         "children": "coupled" if coupled else "likeliest",
         "versions": versions(),
     }
-    longest = max(len(text.tokens) for text in texts)
-    return Recording(steps, max_new_tokens or longest, sampling, list(texts), drafting.run(batch), settings)
+    return Recording(steps, sampling, list(texts), drafting.run(batch), settings)
 
 
 def _check(target, drafter: Drafter, texts: Sequence[Text], topks: Sequence[int], steps: int) -> None:
@@ -155,10 +150,9 @@ class _Drafting:
     sampling: Sampling
     coupled: bool  # children are, by the seeds of the texts; else they are the likeliest
     topks: Sequence[int]  # of pools; without any only ranks are recorded
-    eos: frozenset[int]
 
     def __post_init__(self) -> None:
-        self.device, self.weighs = self.target.device, bool(self.topks) and not self.sampling.greedy
+        self.device = self.target.device
         marginals = self.drafter.block is not None and not self.drafter.conditioned
         self.slots = max(self.topks, default=0) if marginals else 0
         self.roots = sum(text.roots for text in self.texts)
@@ -173,8 +167,6 @@ class _Drafting:
             place += text.roots
         for first in range(0, len(pieces), batch):
             self._draft(pieces[first : first + batch])
-        if self.weighs:
-            self._weigh()
         return self.tensors
 
     def _put(self, name: str, drafted: Tensor) -> None:
@@ -219,28 +211,22 @@ class _Drafting:
             self._put("slots.gains", gains)
             self._put("slots.tokens", vocab.to_target(ids))
         for topk in self.topks:
-            pool = DynamicTree(topk, self.steps, 2).expand(self.drafter, state, children)
-            for name, drafted in pool._asdict().items():
-                self._put(f"pool.{topk}.{name}", drafted)
+            tree = DynamicTree(topk, self.steps, 2)
+            pool = tree.expand(self.drafter, state, children)
+            self._put(f"dynamic.{topk}", tree.ranks_along(pool, behind))
 
     def _along(self, state: DraftState, behind: Tensor, children: Children) -> None:
-        """Ranks of the text's tokens among the children, and their filtered probabilities under the drafter, which is
-        fed the text itself."""
-        ids, ranks, probs = self.drafter.vocab.from_target(behind), [], []
+        """Ranks of the text's tokens among the children of a drafter that is fed the text itself."""
+        ids, ranks = self.drafter.vocab.from_target(behind), []
         for depth, here in enumerate(_levels_along(self.drafter, state, behind)):
             logits, draft_id = here.logits.float().log_softmax(-1), ids[:, depth : depth + 1]
             scores = logits if children is LIKELIEST else children.scores(logits, self.drafter.vocab, depth)
-            logits, scores, known = logits[:, 0], scores[:, 0], draft_id[:, 0] >= 0
+            scores = scores[:, 0]
             own = scores.gather(1, draft_id.clamp(min=0))
             before = torch.arange(scores.shape[1], device=scores.device) < draft_id
             rank = ((scores > own) | ((scores == own) & before)).sum(1)
-            ranks.append(torch.where(known, rank, NOWHERE))
-            if self.weighs:
-                q = filtered_probs(logits, self.sampling).gather(1, draft_id.clamp(min=0))[:, 0]
-                probs.append(torch.where(known, q, 0))
+            ranks.append(torch.where(draft_id[:, 0] >= 0, rank, NOWHERE))
         self._put("ranks", torch.stack(ranks, 1))
-        if probs:
-            self._put("q", torch.stack(probs, 1))
 
     def _features(self, pieces: Sequence[_Piece], rows: list[list[int]], longest: int) -> Tensor | None:
         """The target's features [B,longest,F] of the rows; None for drafters without taps. Each text is run once."""
@@ -253,27 +239,6 @@ class _Drafting:
                 feats = self.target(ids, None, taps=self.drafter.taps, logits=False)[1]
                 of[piece.text] = F.pad(feats[0], (0, 0, 0, longest - len(row)))
         return torch.stack([of[piece.text] for piece in pieces])
-
-    def _weigh(self) -> None:
-        """Add the target's probabilities of the texts' tokens, and of the candidates next to them."""
-        place, depth, kept = 0, torch.arange(self.steps), {"p": []}
-        eos = torch.tensor(sorted(self.eos), dtype=torch.int32)
-        for text in self.texts:
-            ids = torch.tensor([text.prompt + text.tokens + text.beyond], device=self.device)
-            logits = self.target(ids, None)[0][0, len(text.prompt) :]
-            probs = filtered_probs(logits, self.sampling).cpu()
-            here, behind = slice(place, place + text.roots), text.following(self.steps)
-            position = torch.arange(text.roots)[:, None] + depth  # from which the token of this depth is predicted
-            kept["p"].append(probs[position, behind])
-            if not self.coupled:
-                beside = {f"pool.{k}.p": children_along(self.tensors, k, self.steps, behind, here) for k in self.topks}
-                if self.slots:
-                    beside["slots.p"] = self.tensors["slots.tokens"][here].long(), True
-                for name, (tokens, there) in beside.items():
-                    counts = ~torch.isin(tokens, eos) & there
-                    kept.setdefault(name, []).append(probs[position[..., None], tokens] * counts)
-            place += text.roots
-        self.tensors |= {name: torch.cat(parts) for name, parts in kept.items()}
 
 
 def _states_along(

@@ -92,7 +92,7 @@ class FixedTree(Tree):
         for path in self.paths:  # breadth first: what is deeper comes later
             accepted[(ranks[:, : len(path)] == torch.tensor(path)).all(1)] = len(path)
         nodes = (self.depth.cpu() <= levels[:, None]).sum(1)
-        return Accepted(accepted.minimum(levels), None, nodes, levels)
+        return Accepted(accepted.minimum(levels), nodes, levels)
 
     def _over_target(self, probs: Tensor, vocab: Vocabulary) -> Tensor:
         """probs [B,n,U] of the first n nodes over the draft vocabulary -> [B,N,V] of all over the target's."""

@@ -76,7 +76,7 @@ def record(
     """
     sampling = sampling or Sampling()
     _check(target, drafter, texts, topks, steps)
-    if sampling.penalised:
+    if topks and sampling.penalised:
         raise ValueError("texts under penalties cannot be replayed: what a node may be followed by depends on its path")
     if children not in ("coupled", "likeliest"):
         raise ValueError(f"what is recorded are coupled or likeliest children, not {children!r}")

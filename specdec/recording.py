@@ -5,29 +5,20 @@ proposes there, recorded once, hold every tree that is a choice among them. A ro
 part of its tree that the text runs through, and the next round begins after it: no model is needed.
 """
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Self
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.acceptance import AlongTexts, round_starts, word_of
-from specdec.cli.files import replace_folder
 from specdec.contracts import TreePolicy
 from specdec.engine.traces import RowTrace, tau
-from specdec.model.weight_files import read_json
 from specdec.sampling.noise import Seed
 from specdec.structs import Sampling
 
 NOWHERE = torch.iinfo(torch.int32).max  # the rank of a token or node that no tree holds
-FORMAT, VERSION = "specdec recording", 1
-FILES = HEADER, TENSORS = "recording.json", "recording.safetensors"
 
 
 @dataclass
@@ -40,9 +31,6 @@ class Text:
     # The `steps` tokens that the target emits after the end: a round accepts of them and is cut off. Without them only
     # the rounds' accepted tokens after the end are unknown.
     beyond: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.seed = tuple(self.seed)  # a list, as JSON has it
 
     @property
     def roots(self) -> int:
@@ -109,7 +97,7 @@ class Recording:
     sampling: Sampling
     texts: list[Text]
     tensors: dict[str, Tensor]
-    settings: dict = field(default_factory=dict)  # of what was recorded, in values that JSON has
+    block: int | None = None  # of the drafter
 
     def __post_init__(self) -> None:
         self.roots = torch.tensor([text.roots for text in self.texts])  # [Q]
@@ -133,8 +121,6 @@ class Recording:
         texts = [" ".join(words[at : at + n]) for at, n in zip(self.starts, self.roots, strict=True)]
         return AlongTexts(self.sampling.temperature, topk, self.steps, tuple(texts))
 
-    # Rounds
-
     def replay(self, tree: TreePolicy | Accepted) -> Replayed:
         """Replay one tree, or what its `replay` returned. Raises ValueError for what was not recorded."""
         tree = tree if isinstance(tree, Accepted) else tree.replay(self)
@@ -152,39 +138,3 @@ class Recording:
 
     def replay_many(self, trees: Sequence[TreePolicy | Accepted]) -> list[Replayed]:
         return [self.replay(tree) for tree in trees]
-
-    # Files
-
-    def save(self, folder: Path) -> None:
-        """Write a folder, whole or not at all. It replaces an older recording in its place.
-
-        Raises ValueError if the folder holds anything else."""
-        header = {
-            "format": FORMAT,
-            "version": VERSION,
-            "settings": self.settings,
-            "steps": self.steps,
-            "sampling": asdict(self.sampling),
-            "texts": [asdict(text) for text in self.texts],
-        }
-
-        def fill(aside: Path) -> None:
-            save_file({name: t.contiguous() for name, t in self.tensors.items()}, aside / TENSORS)
-            (aside / HEADER).write_text(json.dumps(header) + "\n", encoding="utf-8")
-
-        replace_folder(Path(folder), fill, FILES, "a recording")
-
-    @classmethod
-    def load(cls, folder: Path) -> Self:
-        """Raises ValueError, one sentence, if there is no recording, or one of another version, or a damaged one."""
-        folder = Path(folder)
-        if not (folder / HEADER).is_file():
-            raise ValueError(f"{folder} is not a recording: it has no {HEADER}")
-        header = read_json(folder / HEADER)
-        if (header.pop("format", None), header.pop("version", None)) != (FORMAT, VERSION):
-            raise ValueError(f"{folder / HEADER} is not a recording of version {VERSION}: record it anew")
-        try:
-            header |= {"texts": [Text(**text) for text in header["texts"]], "sampling": Sampling(**header["sampling"])}
-            return cls(**header, tensors=load_file(folder / TENSORS))
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder} is damaged, record it anew: {error}") from None

@@ -89,7 +89,7 @@ class BlockTree(Tree):
 
     def replay(self, recording: Recording) -> Accepted:
         """The tree is made anew by its own code, at all roots side by side."""
-        if self.steps > recording.steps == recording.settings.get("block"):
+        if self.steps > recording.steps == recording.block:
             return self.within(recording.steps).replay(recording)
         drafts = recording.levels(self.steps) > 0
         if "slots.gains" not in recording.tensors:

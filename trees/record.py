@@ -18,7 +18,6 @@ from torch import Tensor
 from specdec.children import LIKELIEST, Coupled
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.engine.engine import Engine
-from specdec.engine.recorder import describe, versions
 from specdec.model.target import check_taps
 from specdec.recording import NOWHERE, Recording, Text
 from specdec.sampling.noise import Noise, hashes_of
@@ -84,14 +83,7 @@ def record(
         texts = _with_beyond(target, texts, steps, sampling)
     coupled = children == "coupled" and not sampling.greedy
     drafting = _Drafting(target, drafter, texts, steps, sampling, coupled, sorted(set(topks)))
-    settings = describe(target, None, None, None) | {
-        "drafter": {"class": type(drafter).__name__} | dict(drafter.conventions),
-        "block": drafter.block,
-        "vocabulary": drafter.vocab.size,
-        "children": "coupled" if coupled else "likeliest",
-        "versions": versions(),
-    }
-    return Recording(steps, sampling, list(texts), drafting.run(batch), settings)
+    return Recording(steps, sampling, list(texts), drafting.run(batch), drafter.block)
 
 
 def _check(target, drafter: Drafter, texts: Sequence[Text], topks: Sequence[int], steps: int) -> None:

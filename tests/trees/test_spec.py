@@ -66,11 +66,21 @@ def test_every_name_of_conf_is_a_tree():
         assert parse_tree(str(tree)) == tree == make_tree(**tree.entries())
 
 
+class Twig(Chain):
+    """A policy that its YAML alone makes known."""
+
+    @classmethod
+    def parse(cls, text: str) -> "Twig | None":
+        return cls(int(text[5:])) if text.startswith("twig ") else None
+
+
 def test_a_new_policy_is_found_by_its_yaml(monkeypatch, tmp_path):
     (tmp_path / "tree").mkdir()
-    (tmp_path / "tree" / "long.yaml").write_text("_target_: specdec.trees.chain.Chain\nsteps: 9\n")
+    (tmp_path / "tree" / "long.yaml").write_text(f"_target_: {Twig.__module__}.Twig\nsteps: 9\n")
     monkeypatch.setattr(registry, "CONF", tmp_path)
-    assert parse_tree("long").steps == 9
+    assert parse_tree("long") == Twig(9)
+    assert parse_tree("twig 3") == Twig(3)
+    assert describe(parse_tree("twig 3")) == "long 1/3/4"
 
 
 def test_what_is_left_out():

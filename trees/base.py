@@ -25,16 +25,21 @@ class Tree:
     samples = False
     marginals = False
     fixed = False  # a static tree: every round has the same shape, and costs depend on it
+    source = ""  # the name in conf/tree or the file that it was read from
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Return the tree that `str` prints so; None if the text is of another kind of tree.
+        """Return the tree that has this `text`; None if the text is of another kind of tree.
 
         Raises ValueError, one sentence, for a tree that cannot be."""
         raise NotImplementedError
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return shape_of(self)
+
+    def __str__(self) -> str:
+        return self.source or self.text
 
     def entries(self) -> dict:
         """Return the entries of a settings file that ask for this tree."""

@@ -48,7 +48,8 @@ class BlockTree(Tree):
         shape = shape_in(text, "block ")
         return shape and cls(*shape)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return f"block {shape_of(self)}"
 
     def within(self, slots: int) -> "BlockTree":

@@ -41,7 +41,8 @@ class SampledTree(FixedTree):
         found = re.fullmatch(r"drawn (\d+(,\d+)*)", text)
         return found and cls(tuple(map(int, found[1].split(","))))
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return "drawn " + ",".join(map(str, self.expansion))
 
     def shallower(self, steps: int) -> "SampledTree":

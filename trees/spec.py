@@ -71,13 +71,18 @@ def parse_tree(text: str | os.PathLike) -> Tree:
     """Return the tree of a text of one of the forms above. Raises ValueError, one sentence, for anything else."""
     text, known = str(text), registry.names("tree")
     if text in known:
-        return registry.make("tree", text)
+        return _read_from(text, registry.make("tree", text))
     for kind in {registry.target("tree", name): None for name in known}:
         if (tree := kind.parse(text)) is not None:
             return tree
     if not re.fullmatch(r"\w+", text) or Path(text).is_file():
-        return load_tree(text)
+        return _read_from(str(Path(text).resolve()), load_tree(text))
     raise ValueError(f"there is no tree {text!r}; known are {', '.join(known)}, or give a file with `paths`")
+
+
+def _read_from(source: str, tree: Tree) -> Tree:
+    vars(tree)["source"] = source
+    return tree
 
 
 def grid(

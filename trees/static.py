@@ -136,7 +136,8 @@ class StaticTree(FixedTree):
         found = re.fullmatch(r"paths( \d+(\.\d+)*)+", text)
         return found and cls([[int(rank) for rank in path.split(".")] for path in text.split(" ")[1:]])
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return "paths " + " ".join(".".join(map(str, path)) for path in self.paths)
 
     def shallower(self, steps: int) -> "StaticTree":

@@ -121,7 +121,7 @@ def test_measuring_covers_the_probes_and_static_trees(pair, tmp_path):
     file, shown = tmp_path / "tree.yaml", []
     file.write_text("paths: [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
     tree = parse_tree(file)
-    assert (tree.steps, tree.num_draft_tokens) == (4, 6)
+    assert (tree.steps, tree.num_draft_tokens, str(tree)) == (4, 6, str(file))
     points = measure_rounds(*pair, TEXT, **FEW, statics=[tree], batches=(1, 2), progress=lambda *at: shown.append(at))
     assert {p.tree for p in points} == {None, tree, *probes(FEW["topks"], 3, FEW["nodes"])}
     assert {p.batch for p in points} == {1, 2}

@@ -169,7 +169,7 @@ class CostModel:
 
 def identity(target, drafter, **how) -> dict:
     """Return all that measured times depend on: machine, versions, source, shapes of the pair, how it was measured."""
-    how |= {"statics": [str(tree) for tree in how.get("statics", ())]}
+    how |= {"statics": [tree.text for tree in how.get("statics", ())]}
     known = {"versions": versions(), "source": code_digest(TIMED_CODE), "how": how}
     return auto.identity(target, drafter, None) | known
 

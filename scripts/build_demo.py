@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from dataclasses import replace
 from pathlib import Path
 
 import checkout
@@ -38,12 +37,12 @@ from specdec.text import clean, read_prompts
 from specdec.training.data import Message, Record, read_records
 from specdec.training.loop.log import read_log
 from specdec.training.pretrain import pack, pretrain, save_target
-from specdec.trees.spec import TreeSpec
+from specdec.trees import Chain, DynamicTree
 
 LENGTH = 1024  # tokens of a row, and the target's context
 BOOKS, BOOK, OLDEST = 0.2, 500_000, 1840  # share of the rows, characters of a book at most, and its year at least
 LIMIT_MIB, MAP_SIZE = 50, 4096
-TREES = (TreeSpec(4, 5, 16), TreeSpec(10, 8, 60), TreeSpec(1, 5, 6))  # for which tau is measured
+TREES = (DynamicTree(4, 5, 16), DynamicTree(10, 8, 60), Chain(5))  # for which tau is measured
 QUESTIONS = "What are the benefits of regular exercise?", "How do I make a vegetable soup?"  # for the card
 GROWN = {"mtp": None, "eagle3": 512, "eagle2": 256}  # drafters that grow too: neurons that their MLP keeps
 DRAFTERS = ("eagle3", "mtp", "eagle2", "medusa", "dspark", "dflash")  # trained by the experiments grown_NAME
@@ -151,9 +150,8 @@ def measure(bench: Path, target, drafter) -> dict[str, float]:
     found = {}
     for tree in TREES:
         steps = min(tree.steps, most_steps(drafter) or tree.steps)
-        size = steps + 1 if tree.topk == 1 else tree.num_draft_tokens
-        built = replace(tree, steps=steps, num_draft_tokens=size).build()
-        found[str(tree)] = round(generate(target, read_prompts(bench), drafter, tree=built, max_new_tokens=64).tau, 3)
+        asked = {"tree": tree.smaller(steps), "max_new_tokens": 64}
+        found[str(tree)] = round(generate(target, read_prompts(bench), drafter, **asked).tau, 3)
     return found
 
 

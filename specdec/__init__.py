@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 
 # The interface composes all packages, and they import from this one: a module is loaded when first asked for a name.
 _API = (
-    "DEMO_DRAFTER", "DEMO_TARGET", "Generation", "ModelSettings", "Sampling", "TreeSpec", "answer", "generate",
-    "load_drafter", "load_target", "load_tree", "make_tree", "make_verifier",
+    "DEMO_DRAFTER", "DEMO_TARGET", "Generation", "ModelSettings", "Sampling", "answer", "generate", "load_drafter",
+    "load_target", "load_tree", "make_tree", "make_verifier", "parse_tree",
 )  # fmt: skip
 INTERFACE = dict.fromkeys(_API, "specdec.api") | {
     "Engine": "specdec.engine.engine",

@@ -10,9 +10,10 @@ From that follow the acceptance by depth and rank, and the tau of every static t
 import json
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from itertools import accumulate, takewhile
 from math import comb
 from pathlib import Path
 
@@ -73,7 +74,11 @@ class AlongTexts:
         batch: of so many answers of one length that are decoded together. Rounds go on until the slowest of them has
         ended, so it is the mean over all choices of answers that counts, of the most rounds a token of any."""
         nodes = {"".join(DIGITS[rank] for rank in path) for path in paths}
-        rounds = [_rounds(words, nodes) for words in self.places]
+
+        def accepted(word: str) -> int:
+            return sum(1 for _ in takewhile(nodes.__contains__, accumulate(word)))
+
+        rounds = [len(round_starts(len(ws), lambda at, ws=ws: accepted(ws[at]))) for ws in self.places]
         if batch == 1:
             return sum(map(len, self.places)) / max(sum(rounds), 1)
         rates = sorted(count / len(words) for count, words in zip(rounds, self.places, strict=True) if words)
@@ -85,16 +90,18 @@ class AlongTexts:
         return 1 / slowest
 
 
-def _rounds(words: Sequence[str], nodes: set[str]) -> int:
-    """How many rounds an answer takes with a tree of these nodes."""
-    at = rounds = 0
-    while at < len(words):
-        depth = 0
-        while depth < len(words[at]) and words[at][: depth + 1] in nodes:
-            depth += 1
-        at += depth + 1
-        rounds += 1
-    return rounds
+def round_starts(places: int, accepted: Callable[[int], int]) -> list[int]:
+    """Return the places of a text at which rounds begin, where a round at a place accepts so many drafted tokens."""
+    found, at = [], 0
+    while at < places:
+        found.append(at)
+        at += accepted(at) + 1
+    return found
+
+
+def word_of(ranks: Iterable[int], topk: int) -> str:
+    """Return the ranks at one place as a word, up to the first that is not below `topk`."""
+    return "".join(DIGITS[rank] for rank in takewhile(lambda rank: rank < topk, ranks)) or NONE
 
 
 @dataclass(frozen=True)

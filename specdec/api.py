@@ -26,7 +26,7 @@ from specdec.sampling.noise import Seed
 from specdec.schema import check_value
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
-from specdec.trees.spec import STEPS, TreeSpec, load_tree
+from specdec.trees.spec import STEPS, load_tree, make_tree, parse_tree
 from specdec.verify import make_verifier
 
 if TYPE_CHECKING:
@@ -83,16 +83,6 @@ class Generation:
         return decoded / self.result.decode_seconds if decoded else 0.0
 
 
-def make_tree(
-    topk: int = 4, steps: int = 5, num_draft_tokens: int | None = None, sample_draft: bool = False
-) -> TreePolicy:
-    """The policy of a tree in SGLang's words; `TreeSpec` has the other trees.
-
-    topk 1 is a chain of steps + 1 nodes. With `sample_draft` the children are drawn: topk chains from different first
-    tokens. Raises ValueError, one sentence, if there is no such tree."""
-    return TreeSpec.of(topk, steps, num_draft_tokens, sample_draft).build()
-
-
 def generate(
     target: "Target | PreTrainedModel | str | Path",
     prompts: Prompt | abc.Sequence[Prompt],
@@ -110,7 +100,7 @@ def generate(
 
     target, drafter: names are loaded, at each call: a folder, a hub name, demo/x for the bundled x, ngram. Models of
     transformers serve as they are in memory (`load_target`).
-    tree: a policy, or its text as `TreeSpec` reads it ("4/5/16"). verifier: decides which drafted tokens are emitted
+    tree: a policy, or its text as `parse_tree` reads it ("4/5/16"). verifier: decides which drafted tokens are emitted
     (`make_verifier`, or its name); the default is lossless with any tree. children: which the tree takes above
     temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs, compile: see `Engine`.
     adaptive: chooses the tree of every round by the load, a policy or its name (`specdec.calibrate.make_policy`).
@@ -140,10 +130,10 @@ def as_drafter(drafter: "Drafter | PreTrainedModel | str | Path | None", target:
 
 
 def as_tree(tree: TreePolicy | str | None, drafter: Drafter | None) -> TreePolicy | None:
-    """A policy; a text is read as `TreeSpec` does. The default has no more levels than the drafter guesses ahead."""
+    """A policy; a text is read as `parse_tree` does. The default has no more levels than the drafter guesses ahead."""
     if tree is None and drafter is not None:
-        return TreeSpec(steps=min(STEPS, most_steps(drafter) or STEPS)).build()
-    return TreeSpec.parse(tree).build() if isinstance(tree, str | Path) else tree
+        return make_tree(steps=min(STEPS, most_steps(drafter) or STEPS))
+    return parse_tree(tree) if isinstance(tree, str | Path) else tree
 
 
 def as_verifier(verifier: Verifier | str) -> Verifier:
@@ -232,7 +222,6 @@ __all__ = [
     "Generation",
     "ModelSettings",
     "Sampling",
-    "TreeSpec",
     "answer",
     "generate",
     "load_drafter",
@@ -240,4 +229,5 @@ __all__ = [
     "load_tree",
     "make_tree",
     "make_verifier",
+    "parse_tree",
 ]

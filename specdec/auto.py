@@ -37,8 +37,8 @@ from specdec.engine.report import Reads
 from specdec.engine.sequence import Sequence
 from specdec.machine import machine
 from specdec.structs import Sampling
-from specdec.trees.optimal import most_nodes, optimal_paths
-from specdec.trees.spec import TreeSpec, shape_of
+from specdec.trees.optimal import most_nodes, optimal_paths, tree_of
+from specdec.trees.spec import Tree, parse_tree, shape_of
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first
@@ -57,7 +57,7 @@ CONTEXT = 64  # tokens before the rounds that are timed
 class Candidate:
     """A tree, its tau by the drafter's measured acceptance (`AlongTexts.tau`, of the batch), and its shape."""
 
-    tree: TreeSpec | None  # None: plain decoding
+    tree: Tree | None  # None: plain decoding
     tau: float
     width: int  # nodes that are expanded on a level at most
 
@@ -74,7 +74,7 @@ PLAIN = Candidate(None, 1.0, 0)
 class Choice:
     """What was chosen, and what is expected of it. tree None: plain decoding is the fastest."""
 
-    tree: TreeSpec | None
+    tree: Tree | None
     tau: float
     speedup: float  # tokens/s to those of plain decoding; 1 if that was chosen
     plain_tokens_per_second: float  # of a row
@@ -88,12 +88,12 @@ class Choice:
             other = f"--tree {shlex.quote(self.best)} would reach {self.best_speedup:.2f} of it"
             what = f"tree: none, as {plain} are the best here; {other}"
         else:
-            tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.paths else self.tree
+            tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.fixed else self.tree
             what = f"tree: {tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
         return what + ("; the machine was busy, so this is rough and not kept" if self.busy else "")
 
 
-Timer = Callable[[TreeSpec | None, int], float]  # a tree (None: plain) and a number of rounds -> seconds a round
+Timer = Callable[[Tree | None, int], float]  # a tree (None: plain) and a number of rounds -> seconds a round
 
 
 def choose_tree(
@@ -120,7 +120,7 @@ def choose_tree(
 
     def read(kept: dict) -> Choice:
         tree = kept["choice"]["tree"]
-        return Choice(**kept["choice"] | {"tree": tree and TreeSpec.parse(tree)})
+        return Choice(**kept["choice"] | {"tree": tree and parse_tree(tree)})
 
     if not recalibrate and (kept := measured.read(read)) is not None:
         return kept
@@ -139,14 +139,14 @@ def candidates(
     """Of every depth and size the static tree that accepts the most, chains among them. chains: these only."""
     along = acceptance.nearest(temperature)
     table = along.table()[: drafter.deepest(along.steps)]
-    found: dict[TreeSpec, Candidate] = {}
+    found: dict[Tree, Candidate] = {}
     for steps in range(1, len(table) + 1):
         most = most_nodes(along.topk, steps)
         sizes = [] if chains else [nodes for nodes in NODES if nodes <= most]
         shapes = [optimal_paths(table[:steps], nodes) for nodes in sizes]
         shapes.append([(0,) * depth for depth in range(1, steps + 1)])
         for paths in shapes:
-            tree = TreeSpec.static(paths)
+            tree = tree_of(paths)
             if tree not in found:
                 found[tree] = Candidate(tree, acceptance.tau(paths, temperature, batch), _width(paths))
     return list(found.values())
@@ -243,12 +243,12 @@ def _plane(points: abc.Sequence[tuple[tuple[int, int, int], float]]) -> Callable
 
 def _timer(target, drafter: Drafter, batch: int, temperature: float, compile: bool = False) -> Timer:
     """Times real rounds of an engine for each tree."""
-    engines: dict[TreeSpec | None, Engine] = {}
+    engines: dict[Tree | None, Engine] = {}
     sampling = Sampling(temperature)
 
-    def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
+    def seconds_of(tree: Tree | None, rounds: int) -> float:
         if tree not in engines:
-            pieces = () if tree is None else (drafter, tree.build())
+            pieces = () if tree is None else (drafter, tree)
             engines[tree] = Engine(target, *pieces, abstain=False, compile=compile)
             _rounds(engines[tree], batch, 2, sampling)  # the first rounds find memory and code
         return _rounds(engines[tree], batch, rounds, sampling)

@@ -6,7 +6,7 @@ Shapes are named in `specdec/structs.py`.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -248,3 +248,6 @@ class TreePolicy(Protocol):
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
         """root [B], state with W = 1 -> a tree of N nodes."""
+
+    def replay(self, recording: Any) -> Any:
+        """What the tree would have accepted at every root of a `specdec.recording.Recording`: its `Accepted`."""

@@ -41,6 +41,7 @@ ROOMS = [
     ["specdec.text", "specdec.remote"],
     ["specdec.adaptive"],
     ["specdec.engine"],
+    ["specdec.recording"],
     ["specdec.trees", "specdec.drafters"],
     ["specdec.auto"],
     ["specdec.calibrate", "specdec.model_settings"],

@@ -1,43 +1,56 @@
 """The best tree over a block of guesses, of which each level has the same ones whatever stands above it."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
+from specdec.recording import Accepted, Recording
 from specdec.structs import DraftTree
+from specdec.trees.base import Tree, shape_in, shape_of
 from specdec.trees.bounds import check_nodes, check_shape
-from specdec.trees.dynamic import Pool, select
+from specdec.trees.dynamic import Pool, best_first, follow, select
 
 MANY = 1 << 30  # nodes are not counted any further
 
 
-class BlockTree:
+@dataclass(frozen=True)
+class BlockTree(Tree):
     """The `num_draft_tokens` - 1 paths of up to `steps` tokens with the highest probability, and the root, where a path
     has the product of its tokens' probabilities in their slots (DDTree, arXiv 2604.12989, which has no bound `topk` of
     a node's children). Of equal paths of one length the one with the lower ranks comes first. A block of fewer slots
-    than `steps` bounds the paths too.
+    than `steps` bounds the paths too. Written block 8/7/32.
 
     DDTree takes the nodes from a heap, one after the other. Here all of a level are found at once: of a level only its
     n best paths can be in the tree of n nodes, they continue the n best of the level above, and (i+1)(r+1) paths are at
     least as likely as that of the prefix of place i and the token of rank r. So n log n of them are looked at.
     """
 
-    samples = False
+    topk: int = 8
+    steps: int = 16
+    num_draft_tokens: int = 32
+
     marginals = True
 
-    def __init__(self, topk: int = 8, steps: int = 16, num_draft_tokens: int = 32):
-        check_shape(topk, steps)
-        check_nodes(topk, steps, num_draft_tokens, most_nodes(topk, steps, num_draft_tokens))
-        self.topk, self.steps, self.num_draft_tokens = topk, steps, num_draft_tokens
-        self.pairs = candidate_pairs(topk, steps, num_draft_tokens - 1)
-        self.sizes = [min(num_draft_tokens - 1 - level, len(pairs)) for level, pairs in enumerate(self.pairs)]
-        self.starts = [sum(self.sizes[:level]) for level in range(len(self.sizes))]
+    def __post_init__(self) -> None:
+        shape = self.topk, self.steps
+        check_shape(*shape)
+        check_nodes(*shape, self.num_draft_tokens, most_nodes(*shape, self.num_draft_tokens))
+        pairs = candidate_pairs(*shape, self.num_draft_tokens - 1)
+        sizes = [min(self.num_draft_tokens - 1 - level, len(of)) for level, of in enumerate(pairs)]
+        vars(self).update(pairs=pairs, sizes=sizes, starts=[sum(sizes[:level]) for level in range(len(sizes))])
 
-    def shallower(self, steps: int) -> "BlockTree":
-        return self  # which nodes of a level are kept depends on the levels behind it
+    @classmethod
+    def parse(cls, text: str) -> "BlockTree | None":
+        shape = shape_in(text, "block ")
+        return shape and cls(*shape)
+
+    @property
+    def text(self) -> str:
+        return f"block {shape_of(self)}"
 
     def within(self, slots: int) -> "BlockTree":
         """The tree over a block of so many slots: itself, if it is no deeper."""
@@ -75,9 +88,25 @@ class BlockTree:
             levels.append((tokens[:, level].gather(1, rank[chosen]), scores, parents))
         return Pool(*(torch.cat(parts, 1) for parts in zip(*levels, strict=True)))
 
+    def replay(self, recording: Recording) -> Accepted:
+        """The tree is made anew by its own code, at all roots side by side."""
+        if self.steps > recording.steps == recording.block:
+            return self.within(recording.steps).replay(recording)
+        drafts = recording.levels(self.steps) > 0
+        if "slots.gains" not in recording.tensors:
+            raise ValueError("trees over blocks were not recorded: that takes slots that do not depend on each other")
+        gains, tokens = (recording.tensors[f"slots.{part}"] for part in ("gains", "tokens"))
+        if self.topk > (most := gains.shape[2]):
+            raise ValueError(f"topk is {self.topk}, but the {most} best tokens of a slot were recorded")
+        pool, n = self.best_paths(*(x[:, : self.steps, : self.topk] for x in (gains, tokens))), self.num_draft_tokens
+        among = torch.zeros_like(pool.tokens, dtype=torch.bool).scatter_(1, best_first(pool.scores)[:, : n - 1], True)
+        levels = [slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True)]
+        hit = follow(pool, levels, recording.following, among)
+        return Accepted((hit >= 0).sum(1) * drafts, torch.where(drafts, n, 1), self.steps * drafts)
+
     def _move(self, device: torch.device) -> None:
         if self.pairs[0].device != device:
-            self.pairs = [pairs.to(device) for pairs in self.pairs]
+            vars(self)["pairs"] = [pairs.to(device) for pairs in self.pairs]
 
 
 def most_nodes(topk: int, steps: int, enough: float = math.inf) -> int:

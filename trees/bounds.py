@@ -28,3 +28,11 @@ def check_size(topk: int = 1, steps: int = 1, nodes: int = 1, candidates: int = 
     ):
         if size > most:
             raise ValueError(f"{name} must be at most {most}, got {size}")
+
+
+def check_chains(topk: int, steps: int, wanted: int | None, how: str = "") -> None:
+    """Chains, drawn or not, have as many nodes as topk and steps say. how: how the tree is made."""
+    nodes = topk * steps + 1
+    shape = "a chain of steps + 1" if topk == 1 else f"{topk} chains of topk * steps + 1"
+    if wanted not in (None, nodes):
+        raise ValueError(f"with topk {topk} the tree{how} is {shape} = {nodes} tokens, not {wanted}")

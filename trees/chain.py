@@ -1,23 +1,37 @@
 """A chain: the drafter's best token, `steps` times."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.structs import DraftTree
-from specdec.trees.bounds import check_size
+from specdec.trees.base import shape_in
+from specdec.trees.bounds import check_chains, check_size
 from specdec.trees.static import FixedTree
 
 
+@dataclass(frozen=True, order=True)
 class Chain(FixedTree):
-    """One path of `steps` drafted tokens; the dynamic tree with topk 1, without its bookkeeping."""
+    """One path of `steps` drafted tokens; the dynamic tree with topk 1, without its bookkeeping. Written 1/5/6."""
 
-    def __init__(self, steps: int = 5):
-        if steps < 1:
-            raise ValueError(f"steps must be at least 1, got {steps}")
-        check_size(steps=steps)
-        super().__init__([(0,) * depth for depth in range(1, steps + 1)], [1] * steps)
+    steps: int = 5
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_size(steps=self.steps)
+        self._shape([(0,) * depth for depth in range(1, self.steps + 1)], [1] * self.steps)
+
+    @classmethod
+    def parse(cls, text: str) -> "Chain | None":
+        shape = shape_in(text)
+        if shape is None or shape[0] != 1:
+            return None
+        check_chains(*shape)
+        return cls(shape[1])
 
     def shallower(self, steps: int) -> "Chain":
         return Chain(steps)

@@ -1,6 +1,9 @@
 """The EAGLE-2 dynamic tree: expand the most likely nodes level by level, then keep the best of all candidates."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,12 +13,15 @@ from torch import Tensor
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.kernels import kernel_for
+from specdec.recording import NOWHERE, Accepted, Recording
 from specdec.structs import DraftTree
 from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import Tree, shape_in
 from specdec.trees.bounds import check_nodes, check_shape, check_size
 
 WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
+NODES = 16  # unless told otherwise, or as many as there are
 
 
 class Pool(NamedTuple):
@@ -27,33 +33,41 @@ class Pool(NamedTuple):
     parents: Tensor  # [B,M] 1 + the parent's place in the pool; 0 for children of the root
 
 
-class DynamicTree:
-    """Expand, accumulate, rerank (EAGLE-2, arXiv 2406.16858).
+@dataclass(frozen=True, order=True)
+class DynamicTree(Tree):
+    """Expand, accumulate, rerank (EAGLE-2, arXiv 2406.16858). Written 4/5/16.
 
     `steps` levels are drafted; on each, the `topk` best nodes propose `topk` children; of all candidates the
     `num_draft_tokens` - 1 with the highest path probability and the root make the tree. These are SGLang's words;
     EAGLE's (total_token T, depth d, top_k k) is (num_draft_tokens T, steps d+1, topk k).
     """
 
-    samples = False
-    marginals = False
+    topk: int = 4
+    steps: int = 5
+    num_draft_tokens: int | None = None  # a number from here on
 
-    def __init__(self, topk: int = 4, steps: int = 5, num_draft_tokens: int = 16):
-        check_shape(topk, steps)
-        candidates = self.candidates(topk, steps)
-        check_size(topk, steps, num_draft_tokens, candidates)
-        check_nodes(topk, steps, num_draft_tokens, candidates + 1)
-        self.topk, self.steps, self.num_draft_tokens = topk, steps, num_draft_tokens
-        self.no_parents = torch.zeros(topk, dtype=torch.int64)  # the first level's, as `Pool` names them
-        self.first_places, self.itself = torch.arange(1, topk + 1), torch.eye(topk, dtype=torch.bool)
+    def __post_init__(self) -> None:
+        check_shape(self.topk, self.steps)
+        candidates = self.candidates(self.topk, self.steps)
+        if self.num_draft_tokens is None:
+            vars(self)["num_draft_tokens"] = min(NODES, candidates + 1)
+        check_size(self.topk, self.steps, self.num_draft_tokens, candidates)
+        check_nodes(self.topk, self.steps, self.num_draft_tokens, candidates + 1)
+        vars(self).update(
+            no_parents=torch.zeros(self.topk, dtype=torch.int64),  # the first level's, as `Pool` names them
+            first_places=torch.arange(1, self.topk + 1),
+            itself=torch.eye(self.topk, dtype=torch.bool),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> "DynamicTree | None":
+        shape = shape_in(text)
+        return None if shape is None or shape[0] == 1 else cls(*shape)
 
     @staticmethod
     def candidates(topk: int, steps: int) -> int:
         """Nodes that are drafted, the root not counted: topk on the first level, topk squared on each further one."""
         return topk + (steps - 1) * topk * topk
-
-    def shallower(self, steps: int) -> "DynamicTree":
-        return self  # which nodes of a level are kept depends on the levels behind it
 
     def smaller(self, steps: int) -> "DynamicTree":
         return DynamicTree(self.topk, steps, min(self.num_draft_tokens, self.candidates(self.topk, steps) + 1))
@@ -93,12 +107,32 @@ class DynamicTree:
         """The tree of the root and the best candidates."""
         return select(root, pool, self.num_draft_tokens, self.steps)
 
+    def replay(self, recording: Recording) -> Accepted:
+        """A text runs through a pool along one path at most, and the tree keeps what has a high enough rank."""
+        drafts = recording.levels(self.steps) > 0
+        if (name := f"dynamic.{self.topk}") not in recording.tensors:
+            known = ", ".join(other[8:] for other in recording.tensors if other.startswith("dynamic."))
+            raise ValueError(f"topk {self.topk} was not recorded; recorded were {known or 'none'}")
+        kept = recording.tensors[name][:, self.steps - 1] < self.num_draft_tokens - 1
+        return Accepted(kept.sum(1) * drafts, torch.where(drafts, self.num_draft_tokens, 1), self.steps * drafts)
+
+    def ranks_along(self, pool: Pool, following: Tensor) -> Tensor:
+        """Return the ranks by path score among all of the first 1, 2, ... levels of the nodes that a text runs through,
+        by depth, [B,D,D]; NOWHERE where there is none. following [B,D]: the text."""
+        ends = [self.candidates(self.topk, depth) for depth in range(1, self.steps + 1)]
+        hit, found = follow(pool, [slice(*level) for level in pairwise([0, *ends])], following), []
+        for count in ends:
+            order = best_first(pool.scores[:, :count])
+            rank = torch.empty_like(order).scatter_(1, order, torch.arange(count, device=order.device).expand_as(order))
+            there = (hit >= 0) & (hit < count)
+            found.append(torch.where(there, rank.gather(1, torch.where(there, hit, 0)), NOWHERE))
+        return torch.stack(found, 1)
+
     def _move(self, device: torch.device) -> None:
         """Bring what every tree begins with to the device of the first state, once."""
         if self.no_parents.device != device:
-            self.no_parents, self.first_places, self.itself = (
-                x.to(device) for x in (self.no_parents, self.first_places, self.itself)
-            )
+            names = "no_parents", "first_places", "itself"
+            vars(self).update({name: getattr(self, name).to(device) for name in names})
 
 
 def select(root: Tensor, pool: Pool, nodes: int, steps: int) -> DraftTree:
@@ -156,3 +190,20 @@ def best_first(scores: Tensor) -> Tensor:
     precedes its parent, even among equal scores, so every selection is closed under parents.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices
+
+
+def follow(pool: Pool, levels: Sequence[slice], following: Tensor, kept: Tensor | None = None) -> Tensor:
+    """Return where a text runs through a pool: the place at each depth of the child that is its token, [B,D], or -1.
+
+    levels: of the pool, one for each depth. following [B,>=D]: the text's tokens after each root. kept [B,M]: the
+    candidates that count; None: all."""
+    node = following.new_zeros(len(following))  # counted as `parents` counts: 0 is the root
+    found = []
+    for depth, level in enumerate(levels):
+        match = pool.parents[:, level] == node[:, None]
+        match &= pool.tokens[:, level] == following[:, depth : depth + 1]
+        if kept is not None:
+            match &= kept[:, level]
+        found.append(torch.where(match.any(1), match.int().argmax(1) + level.start, -1))
+        node = torch.where(found[-1] < 0, -1, found[-1] + 1)
+    return torch.stack(found, 1)

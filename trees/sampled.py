@@ -1,31 +1,52 @@
 """A tree whose children can be drawn from the drafter's distribution, without replacement."""
 
-from collections.abc import Sequence
+import re
+from dataclasses import dataclass
 from itertools import accumulate, product
 from operator import mul
 
+from specdec.recording import Accepted, Recording
+from specdec.trees.base import Tree
 from specdec.trees.bounds import check_size
 from specdec.trees.static import FixedTree
 
 
+@dataclass(frozen=True)
 class SampledTree(FixedTree):
     """`expansion` says how many children each node draws, level by level: SpecInfer's expansion configuration (arXiv
     2305.09781). (1, 1, 1) is a chain; (3, 1, 1) are three chains from different first tokens.
+
+    Written drawn 3,1,1.
 
     The shape never depends on what was drawn: to keep the best of the draws would change the distribution that a
     verifier takes them to come from. At temperature 0 the children are the most likely tokens.
     """
 
+    expansion: tuple[int, ...] = (3, 1, 1, 1, 1)
+
     samples = True
 
-    def __init__(self, expansion: Sequence[int] = (3, 1, 1, 1, 1)):
-        self.expansion = tuple(expansion)
-        if not self.expansion or min(self.expansion) < 1:
+    def __post_init__(self) -> None:
+        expansion = tuple(self.expansion)
+        if not expansion or min(expansion) < 1:
             raise ValueError(f"expansion must give at least one child on each of one or more levels, got {expansion}")
-        steps, nodes = len(self.expansion), sum(accumulate(self.expansion, mul, initial=1))
-        check_size(max(self.expansion), steps, nodes)
-        ranks = [range(count) for count in self.expansion]
-        super().__init__([path for d in range(1, steps + 1) for path in product(*ranks[:d])], self.expansion)
+        vars(self)["expansion"] = expansion
+        steps, nodes = len(expansion), sum(accumulate(expansion, mul, initial=1))
+        check_size(max(expansion), steps, nodes)
+        ranks = [range(count) for count in expansion]
+        self._shape([path for d in range(1, steps + 1) for path in product(*ranks[:d])], expansion)
+
+    @classmethod
+    def parse(cls, text: str) -> "SampledTree | None":
+        found = re.fullmatch(r"drawn (\d+(,\d+)*)", text)
+        return found and cls(tuple(map(int, found[1].split(","))))
+
+    @property
+    def text(self) -> str:
+        return "drawn " + ",".join(map(str, self.expansion))
 
     def shallower(self, steps: int) -> "SampledTree":
         return SampledTree(self.expansion[:steps])
+
+    def replay(self, recording: Recording) -> Accepted:
+        return Tree.replay(self, recording)  # what was drawn is not the text

@@ -1,6 +1,8 @@
 """Trees of one shape for every round, given as paths of child ranks."""
 
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -8,8 +10,10 @@ from torch import Tensor
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState, Vocabulary
+from specdec.recording import Accepted, Recording
 from specdec.structs import DraftTree
 from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import Tree
 from specdec.trees.bounds import check_size
 
 RankPath = tuple[int, ...]
@@ -24,27 +28,30 @@ class Level(NamedTuple):
     ancestors: Tensor  # [1, W, level * W] bool, as `Drafter.step` wants them
 
 
-class FixedTree:
+class FixedTree(Tree):
     """A tree whose shape is known before anything is drafted, and a policy that grows it level by level.
 
     Only nodes with children are expanded: on every level W, as many as the level with the most of them has.
     """
 
-    samples = False
-    marginals = False
-
-    def __init__(self, paths: Sequence[RankPath], counts: Sequence[int]):
+    def _shape(self, paths: Sequence[RankPath], counts: Sequence[int]) -> None:
         """paths: of all nodes but the root. counts: how many children the drafter is asked for, level by level."""
-        self.paths = sorted(paths, key=lambda path: (len(path), path))  # breadth first
-        self.steps, self.topk, self.counts = len(counts), max(counts), tuple(counts)
-        self.num_draft_tokens = len(self.paths) + 1
-        place = {path: node for node, path in enumerate([(), *self.paths])}
-        self.parents = torch.tensor([0, *(place[path[:-1]] for path in self.paths)])
-        self.depth = torch.tensor([0, *map(len, self.paths)])
-        self.visible = ancestors_of(self.parents[None], self.steps)[0]
-        self.of_root = torch.zeros(1, 1)  # its log-probability
-        self.levels = _levels(self.paths, self.counts)
-        self.width = len(self.levels[0].inner)
+        paths = tuple(sorted(paths, key=lambda path: (len(path), path)))  # breadth first
+        place = {path: node for node, path in enumerate([(), *paths])}
+        parents, levels = torch.tensor([0, *(place[path[:-1]] for path in paths)]), _levels(paths, counts)
+        vars(self).update(
+            paths=paths,
+            steps=len(counts),
+            topk=max(counts),
+            num_draft_tokens=len(paths) + 1,
+            counts=tuple(counts),
+            parents=parents,
+            depth=torch.tensor([0, *map(len, paths)]),
+            visible=ancestors_of(parents[None], len(counts))[0],
+            of_root=torch.zeros(1, 1),  # its log-probability
+            levels=levels,
+            width=len(levels[0].inner),
+        )
 
     def smaller(self, steps: int) -> "FixedTree":
         return self.shallower(steps)
@@ -78,6 +85,15 @@ class FixedTree:
         q = self._over_target(torch.cat(drawn, 1), vocab) if drawn else None
         return self._tree(torch.cat(tokens, 1), torch.cat(scores, 1), q)
 
+    def replay(self, recording: Recording) -> Accepted:
+        """The text runs through the tree as far as the ranks of its tokens are a path of it."""
+        levels, ranks = recording.levels(self.steps), recording.tensors["ranks"]
+        accepted = torch.zeros_like(levels)
+        for path in self.paths:  # breadth first: what is deeper comes later
+            accepted[(ranks[:, : len(path)] == torch.tensor(path)).all(1)] = len(path)
+        nodes = (self.depth.cpu() <= levels[:, None]).sum(1)
+        return Accepted(accepted.minimum(levels), nodes, levels)
+
     def _over_target(self, probs: Tensor, vocab: Vocabulary) -> Tensor:
         """probs [B,n,U] of the first n nodes over the draft vocabulary -> [B,N,V] of all over the target's."""
         q = probs.new_zeros(len(probs), self.num_draft_tokens, vocab.target_size)
@@ -93,21 +109,36 @@ class FixedTree:
     def _move(self, device: torch.device) -> None:
         """Bring the shape to the device of the first root, once: a copy from the host would be a synchronisation."""
         if self.parents.device != device:
-            self.levels = [Level(*(part.to(device) for part in level)) for level in self.levels]
-            for name in ("parents", "depth", "visible", "of_root"):
-                setattr(self, name, getattr(self, name).to(device))
+            moved = {name: getattr(self, name).to(device) for name in ("parents", "depth", "visible", "of_root")}
+            levels = [Level(*(part.to(device) for part in level)) for level in self.levels]
+            vars(self).update(moved, levels=levels)
 
 
+@dataclass(frozen=True)
 class StaticTree(FixedTree):
     """The nodes named by `paths` in Medusa's form (arXiv 2401.10774): [0, 2] is the third most likely child of the most
-    likely child of the root, which is not listed. Every path without its last rank must be listed too.
+    likely child of the root, which is not listed. Every path without its last rank must be listed too. Written
+    paths 0 1 0.2.
     """
 
-    def __init__(self, paths: Sequence[Sequence[int]]):
-        found = _checked(paths)
+    paths: Sequence[Sequence[int]]
+
+    fixed = True
+
+    def __post_init__(self) -> None:
+        found = _checked(self.paths)
         topk, steps = 1 + max(path[-1] for path in found), max(map(len, found))
         check_size(topk, steps, len(found) + 1)
-        super().__init__(found, [topk] * steps)
+        self._shape(found, [topk] * steps)
+
+    @classmethod
+    def parse(cls, text: str) -> "StaticTree | None":
+        found = re.fullmatch(r"paths( \d+(\.\d+)*)+", text)
+        return found and cls([[int(rank) for rank in path.split(".")] for path in text.split(" ")[1:]])
+
+    @property
+    def text(self) -> str:
+        return "paths " + " ".join(".".join(map(str, path)) for path in self.paths)
 
     def shallower(self, steps: int) -> "StaticTree":
         return StaticTree([path for path in self.paths if len(path) <= steps])

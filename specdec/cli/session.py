@@ -58,7 +58,7 @@ class Session:
         file = args.json_schema
         self.schema = None if file is None else parse_json(read_text(file, "JSON schema"), str(file))
         trees = read_flags(TreeSettings, args)
-        self.tree = None if args.no_draft else trees.spec().build()
+        self.tree = None if args.no_draft else trees.make()
         self.verifier = read_flags(VerifierSettings, args).make()
         models = read_flags(ModelSettings, args)
         self.target = models.load_target()
@@ -101,7 +101,7 @@ class Session:
             compile=args.compile,
             recalibrate=args.recalibrate,
         )
-        self.tree = self.choice.tree and self.choice.tree.build()
+        self.tree = self.choice.tree
         if self.tree is None:
             self.drafter = None
 

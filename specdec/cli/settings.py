@@ -13,7 +13,8 @@ from specdec.api import ModelSettings
 from specdec.cli.flags import kind_of
 from specdec.registry import read_yaml
 from specdec.structs import Sampling
-from specdec.trees.spec import WORDS, TreeSettings
+from specdec.trees.base import WORDS
+from specdec.trees.spec import TreeSettings
 from specdec.verify import VerifierSettings
 
 REPORT = "report"

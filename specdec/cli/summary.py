@@ -5,7 +5,8 @@ import re
 from specdec.cli.decoding import Decoded, merged
 from specdec.cli.session import Session
 from specdec.machine import matmul_precision
-from specdec.trees.spec import describe, shape_of
+from specdec.trees.base import shape_of
+from specdec.trees.spec import describe
 from specdec.verify import in_words
 
 READ = (("feedback", "feeds back"), ("token map", "token map"))

@@ -24,7 +24,8 @@ from specdec.engine.report import Reads
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.target import Target
 from specdec.model_settings import ONE_PROCESS, ModelSettings
-from specdec.trees.spec import AUTO, TreeSettings, TreeSpec
+from specdec.trees import Chain, Tree
+from specdec.trees.spec import AUTO, TreeSettings
 from specdec.verify import VerifierSettings
 
 if TYPE_CHECKING:  # they import the extra `serve`, which `main` has looked for
@@ -32,7 +33,7 @@ if TYPE_CHECKING:  # they import the extra `serve`, which `main` has looked for
     from specdec.serve.service import Service
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
-CHAIN, POLICY = TreeSpec(topk=1, steps=3), "ema"  # where no tree is asked for, on a CPU
+CHAIN, POLICY = Chain(3), "ema"  # where no tree is asked for, on a CPU
 ROOM = 4096  # tokens of a text where nothing is said and the target takes more
 KEY = "SPECDEC_API_KEY"
 IDLE = 20.0  # seconds
@@ -172,7 +173,7 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
         raise ValueError("--adaptive contradicts --no-draft")
     if args.compile and args.no_graphs:
         raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
-    tree = None if args.no_draft else tree_of(args).build()
+    tree = None if args.no_draft else tree_of(args)
     target = target or models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
@@ -188,11 +189,11 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
     return engine
 
 
-def tree_of(args: argparse.Namespace) -> TreeSpec:
+def tree_of(args: argparse.Namespace) -> Tree:
     """The tree that the flags ask for. Where they ask for none a CPU drafts a chain: there each further node costs time
     (docs/results.md). `survival` chooses among all nodes of a tree."""
     chooses = (args.adaptive or "").startswith(Survival.name)
-    return CHAIN if left_to_cpu(args) and not chooses else read_flags(TreeSettings, args).spec()
+    return CHAIN if left_to_cpu(args) and not chooses else read_flags(TreeSettings, args).make()
 
 
 def policy_of(args: argparse.Namespace, drafter: Drafter) -> str | None:

@@ -107,7 +107,7 @@ def test_everything_is_installed():
 
 def test_the_interface_is_named_in_both_places():
     assert set(api.__all__) == {name for name, module in specdec.INTERFACE.items() if module == "specdec.api"}
-    assert specdec.TreeSpec is api.TreeSpec
+    assert specdec.parse_tree is api.parse_tree
 
 
 def test_the_target_node_of_hydra_has_the_fields_of_the_flags():

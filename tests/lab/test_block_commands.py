@@ -13,7 +13,7 @@ from specdec.lab.sweep.store import write_results
 from specdec.lab.sweep.sweep import Sweep
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
-from specdec.trees.spec import TreeSpec
+from specdec.trees.spec import grid
 from specdec.verify import make_verifier
 
 KINDS = {
@@ -63,7 +63,7 @@ def test_a_sweep_has_points_over_blocks(folders, target, tmp_path):
     how = {"max_new_tokens": 8, "resamples": 20, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
     sweep, told = Sweep(target, "signature", benchmark, tmp_path, **how), []
     drafts = [Draft.read(str(folder)) for folder in folders.values()]
-    trees = TreeSpec.grid(2, 3, 6) + TreeSpec.grid([1, 2], 3, 6, block=True)
+    trees = grid(2, 3, 6) + grid([1, 2], 3, 6, block=True)
     points = sweep.points(drafts, trees, baseline=True, best_tree=None)
     sweep.run(points, lambda point, what: told.append(what.split(":")[0]))
     assert told == ["measured"] * 6 + ["skipped"]  # the last one's slots depend on the drafted tokens

@@ -14,7 +14,8 @@ from specdec.lab.cost import model as costs
 from specdec.lab.cost.model import CostModel, identity, measured_costs
 from specdec.lab.cost.rounds import PARTS, RoundCost, measure_rounds, probes, time_rounds, useful_trees
 from specdec.structs import Sampling
-from specdec.trees.spec import TreeSpec
+from specdec.trees import Chain, DynamicTree, StaticTree, Tree
+from specdec.trees.spec import parse_tree
 
 FEW = {"topks": (1, 2), "steps": 3, "nodes": (3, 4, 8), "contexts": (8, 24), "repeats": 1}
 TEXT = [3, 5, 7, 9, 11]
@@ -26,7 +27,7 @@ def pair():
     return target, tiny_drafter(target)
 
 
-def known(tree: TreeSpec | None, context: float, batch: float = 1) -> dict[str, float]:
+def known(tree: Tree | None, context: float, batch: float = 1) -> dict[str, float]:
     """Seconds by part in the form that the module states; f(N) bends at 8."""
     if tree is None:
         return {"verify": batch * (2.0 + 1e-3 * context), "host": 0.05}
@@ -53,7 +54,7 @@ def test_known_functions_are_found_again():
         for part, seconds in model.parts(tree, 200.0).items():
             assert seconds == pytest.approx(known(tree, 200.0)[part], rel=1e-6), (tree, part)
     assert model.plain(np.array([10, 500])) == pytest.approx([2.06, 2.55])
-    assert model.round(TreeSpec(2, 2, 4), np.array([10, 20, 30])).shape == (3,)
+    assert model.round(DynamicTree(2, 2, 4), np.array([10, 20, 30])).shape == (3,)
 
 
 def test_noise_makes_no_time_negative():
@@ -66,10 +67,12 @@ def test_noise_makes_no_time_negative():
 
 
 def test_between_widths_and_batch_sizes_it_is_linear():
-    model, tree = CostModel(known_points(batches=(1, 4))), TreeSpec(3, 3, 8)
-    two, three, four = (model.parts(TreeSpec(w, 3, 8), 50.0)["grow"] for w in (2, 3, 4))
+    model, tree = CostModel(known_points(batches=(1, 4))), DynamicTree(3, 3, 8)
+    two, three, four = (model.parts(DynamicTree(w, 3, 8), 50.0)["grow"] for w in (2, 3, 4))
     assert three == pytest.approx((two + four) / 2)
-    assert model.round(TreeSpec(2, 3, 8), 50.0, 2) == pytest.approx(2 * sum(known(TreeSpec(2, 3, 8), 50.0).values()))
+    assert model.round(DynamicTree(2, 3, 8), 50.0, 2) == pytest.approx(
+        2 * sum(known(DynamicTree(2, 3, 8), 50.0).values())
+    )
     assert model.plain(50.0, 3) == pytest.approx(3 * (2.05) + 0.05)
     assert model.parts(tree, 50.0)["verify"] == pytest.approx(known(tree, 50.0)["verify"])
 
@@ -77,10 +80,10 @@ def test_between_widths_and_batch_sizes_it_is_linear():
 @pytest.mark.parametrize(
     ("tree", "batch", "message"),
     [
-        (TreeSpec(8, 2, 8), 1, "topk 8 lies outside what was measured, 1 to 4"),
-        (TreeSpec(4, 4, 64), 1, "num_draft_tokens 64 lies outside"),
-        (TreeSpec(2, 2, 4), 2, "batch size 2 lies outside what was measured, 1 to 1"),
-        (TreeSpec.static([[0], [1]]), 1, "were not measured"),
+        (DynamicTree(8, 2, 8), 1, "topk 8 lies outside what was measured, 1 to 4"),
+        (DynamicTree(4, 6, 64), 1, "num_draft_tokens 64 lies outside"),
+        (DynamicTree(2, 2, 4), 2, "batch size 2 lies outside what was measured, 1 to 1"),
+        (StaticTree([[0], [1]]), 1, "were not measured"),
     ],
 )
 def test_nothing_is_told_beyond_what_was_measured(tree, batch, message):
@@ -95,7 +98,7 @@ def test_the_grid_holds_every_tree_that_can_be_made_once():
         tree = make_tree(s.topk, s.steps, s.num_draft_tokens)
         assert (tree.topk, tree.steps, tree.num_draft_tokens) == (s.topk, s.steps, s.num_draft_tokens)
         assert s.num_draft_tokens > s.steps  # no level is drafted in vain
-    assert [s for s in trees if s.topk == 1] == [TreeSpec(1, d, d + 1) for d in range(1, 5)]
+    assert [s for s in trees if s.topk == 1] == [Chain(d) for d in range(1, 5)]
     assert set(probes((1, 2, 4), 4, (2, 3, 4, 8, 16, 32))) <= set(trees)
 
 
@@ -117,7 +120,7 @@ def test_rounds_are_timed_where_they_say(pair):
 def test_measuring_covers_the_probes_and_static_trees(pair, tmp_path):
     file, shown = tmp_path / "tree.yaml", []
     file.write_text("paths: [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
-    tree = TreeSpec.parse(file)
+    tree = parse_tree(file)
     assert (tree.steps, tree.num_draft_tokens, str(tree)) == (4, 6, str(file))
     points = measure_rounds(*pair, TEXT, **FEW, statics=[tree], batches=(1, 2), progress=lambda *at: shown.append(at))
     assert {p.tree for p in points} == {None, tree, *probes(FEW["topks"], 3, FEW["nodes"])}
@@ -134,7 +137,7 @@ def test_measuring_covers_the_probes_and_static_trees(pair, tmp_path):
         assert 0.999 * min(seconds) <= model.parts(tree, p.context)["grow"] <= 1.001 * max(seconds)
     before = identity(*pair, statics=[tree])
     file.write_text("paths: [[0], [1], [0, 0]]")
-    assert identity(*pair, statics=[tree]) != before
+    assert identity(*pair, statics=[parse_tree(file)]) != before
     with pytest.raises(ValueError, match="too short to measure"):
         measure_rounds(tiny_target(context=12), pair[1], TEXT, **FEW)
 

@@ -25,7 +25,6 @@ from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.trees import DynamicTree
-from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -175,7 +174,7 @@ def out(target_path, drafter_path, tmp_path_factory):
         how = {"max_new_tokens": 12, "resamples": 20, "probe": 1}
         benchmark = Benchmark(name, questions[: 2 + len(some)], skipped=3)
         sweep = Sweep(target, "f", benchmark, out, Sampling(), make_verifier("match"), **how)
-        sweep.run(sweep.points(some, [TreeSpec(1, 2), TreeSpec(2, 2, 4), TreeSpec(2, 3, 50)], True, best))
+        sweep.run(sweep.points(some, ["1/2/3", "2/2/4", "2/3/50"], True, best))
     results, timings, _ = write_results(out)
     write_report(out, results, timings, command="specdec sweep <x>")
     return out

@@ -21,7 +21,6 @@ from specdec.lab.sweep.sweep_command import share_of
 from specdec.lab.traces.metrics import METRICS
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
-from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
 
 BENCHMARK = Benchmark(
@@ -33,7 +32,7 @@ BENCHMARK = Benchmark(
     ],
 )
 BEST = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
-SHAPES = [TreeSpec(1, 2), TreeSpec(2, 2, 4), TreeSpec(2, 2, 60)]  # the last cannot be
+SHAPES = ["1/2/3", "2/2/4", "2/2/60"]  # the last cannot be
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +171,7 @@ PLACES = {
     "while metrics are computed": (sweep, "summary", 3),
     "while a trace is written": (store, "write_trace", 2),
     "before a point is put in place": (Path, "rename", 5),
-    "while a best tree is measured": (sweep, "measure_acceptance", 1),
+    "while a best tree is measured": (sweep, "record", 1),
     "while results are put together": (store, "write_text", 2),
 }
 

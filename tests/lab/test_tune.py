@@ -25,11 +25,11 @@ from specdec.lab.cost.tune import (
     predict_all,
     tune,
 )
-from specdec.lab.replay import record
-from specdec.trees.spec import TreeSpec
+from specdec.trees import Chain, DynamicTree, StaticTree, Tree
+from specdec.trees.record import answers_to, record
 
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]
-CHAIN, TREE = TreeSpec(1, 2, 3), TreeSpec(2, 2, 5)
+CHAIN, TREE = Chain(2), DynamicTree(2, 2, 5)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ class Known:
         return self.plain(context, batch) + self.absorb
 
 
-def accepted(superset, *trees: TreeSpec) -> dict:
-    return {tree: superset.acceptance(tree) for tree in trees}
+def accepted(recording, *trees: Tree) -> dict:
+    return {tree: tree.replay(recording) for tree in trees}
 
 
 def test_a_prediction_by_hand():
@@ -82,7 +82,7 @@ def test_a_prediction_by_hand():
     ],
 )
 def test_rounds_that_draft_less_cost_less(tree, batch, drafted, seconds):
-    costs = Known({CHAIN: 2.0, TreeSpec(1, 1): 1.5, TREE: 3.0, None: 1.0}, absorb=0.02)
+    costs = Known({CHAIN: 2.0, Chain(1): 1.5, TREE: 3.0, None: 1.0}, absorb=0.02)
     told = predict(costs, tree, [[3, 1, 1], [2, 1]], [4, 9], batch, drafted)
     assert told.tokens_per_second == pytest.approx(8 / seconds)
 
@@ -101,18 +101,18 @@ def really(engine, prompts: list, batch: int, new: int) -> tuple[int, int]:
 def test_n_grams_are_predicted_as_they_run(batch):
     """With forwards that take as many seconds as they have columns."""
     target, columns = tiny_target(), []
-    prompts, drafter, tree = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]], ngram.create(target), TreeSpec(1, 3)
+    prompts, drafter, tree = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]], ngram.create(target), Chain(3)
 
     def note(_, inputs, keywords):
         columns.append(0 if keywords.get("prefill") else inputs[0].shape[1])
 
-    superset = record(target, drafter, prompts, topks=(1,), steps=3, max_new_tokens=30)
+    recording = record(target, drafter, answers_to(target, prompts, max_new_tokens=30), topks=(1,), steps=3)
     hook = target.register_forward_pre_hook(note, with_kwargs=True)
-    tokens, _ = really(Engine(target, drafter, tree.build()), prompts, batch, 30)
+    tokens, _ = really(Engine(target, drafter, tree), prompts, batch, 30)
     hook.remove()
     assert {1, 4} <= set(columns)
-    costs = Known({None: 1.0} | {TreeSpec(1, steps): 1.0 + steps for steps in (1, 2, 3)})
-    _, (told,) = predict_all(costs, superset, accepted(superset, tree), [len(p) for p in prompts], batch)
+    costs = Known({None: 1.0} | {Chain(steps): 1.0 + steps for steps in (1, 2, 3)})
+    _, (told,) = predict_all(costs, recording, accepted(recording, tree), [len(p) for p in prompts], batch)
     assert told.tokens_per_second == pytest.approx(tokens / sum(columns))
 
 
@@ -120,22 +120,22 @@ def test_n_grams_are_predicted_as_they_run(batch):
 def test_replay_and_known_times_predict_real_runs(pair, batch):
     """With every round of the engine taking a known time, tokens/s are exact: acceptance, rounds, and order fit."""
     trees = useful_trees((1, 2, 3), 3, (3, 8))
-    superset = record(*pair, PROMPTS, topks=(1, 2, 3), steps=3, max_new_tokens=20)
+    recording = record(*pair, answers_to(pair[0], PROMPTS, max_new_tokens=20), topks=(1, 2, 3), steps=3)
     costs = Known(dict.fromkeys([None, *trees], 0.5))
-    plain, ranking = predict_all(costs, superset, accepted(superset, *trees), [len(p) for p in PROMPTS], batch)
+    plain, ranking = predict_all(costs, recording, accepted(recording, *trees), [len(p) for p in PROMPTS], batch)
     assert {p.tree for p in ranking} == set(trees)
     assert [p.tokens_per_second for p in ranking] == sorted((p.tokens_per_second for p in ranking), reverse=True)
     for p in (plain, *ranking):
-        engine = Engine(pair[0]) if p.tree is None else Engine(*pair, p.tree.build())
+        engine = Engine(pair[0]) if p.tree is None else Engine(*pair, p.tree)
         tokens, rounds = really(engine, PROMPTS, batch, 20)
         assert p.tokens_per_second == pytest.approx(tokens / (0.5 * rounds)), p.tree
 
 
 def test_the_clairvoyant_bound(pair):
     """No sequence of choices by round is faster: all of them are tried on a text."""
-    superset = record(*pair, [PROMPTS[0]], topks=(1, 2), steps=2, max_new_tokens=9)
+    recording = record(*pair, answers_to(pair[0], PROMPTS[:1], max_new_tokens=9), topks=(1, 2), steps=2)
     costs = Known({CHAIN: 1.5, TREE: 2.0, None: 1.1}, a_token=0.01)
-    found, roots = accepted(superset, CHAIN, TREE), int(superset.roots[0])
+    found, roots = accepted(recording, CHAIN, TREE), int(recording.roots[0])
 
     def least(root: int) -> float:
         if root >= roots:
@@ -143,19 +143,19 @@ def test_the_clairvoyant_bound(pair):
         ways = [(None, 0), *((tree, int(a.accepted[root])) for tree, a in found.items())]
         return min(float(costs.round(tree, 4 + root, 1)) + least(root + 1 + n) for tree, n in ways)
 
-    bound = clairvoyant(costs, superset, found, [4])
+    bound = clairvoyant(costs, recording, found, [4])
     assert bound == pytest.approx(roots / least(0))
-    plain, ranking = predict_all(costs, superset, found, [4])
+    plain, ranking = predict_all(costs, recording, found, [4])
     assert max(plain.tokens_per_second, ranking[0].tokens_per_second) < bound
 
 
 def test_every_width_that_may_win_is_tried():
     rates = {(4, 2): 100, (4, 3): 99, (4, 1): 98, (2, 2): 95, (1, 2): 91, (8, 2): 80}
-    ranking = [Prediction(TreeSpec(*at, 9), rate, 2.0, 0.1) for at, rate in rates.items()]
+    ranking = [Prediction(DynamicTree(*at, 3), rate, 2.0, 0.1) for at, rate in rates.items()]
     assert [p.tokens_per_second for p in finalists(ranking, 4)] == [100, 95, 91, 99]
     assert [p.tokens_per_second for p in finalists(ranking, 2)] == [100, 95]
     assert len(finalists(ranking, 20)) == 6
-    static = TreeSpec(3, 3, 6, "tree.yaml")
+    static = StaticTree([[0], [1], [2]])
     assert static in [p.tree for p in finalists([*ranking[:4], Prediction(static, 94, 2.0, 0.1)], 3)]
 
 
@@ -168,7 +168,7 @@ def test_real_runs_say_what_generate_says(pair):
     assert [m.tree for m in found] == [None, CHAIN, TREE]
     texts = [Engine(pair[0]).generate([p], max_new_tokens=12).rows[0].tokens for p in PROMPTS]
     assert [m.texts for m in found] == [texts] * 3
-    rows = [Engine(*pair, TREE.build()).generate([p], max_new_tokens=12).rows[0] for p in PROMPTS]
+    rows = [Engine(*pair, TREE).generate([p], max_new_tokens=12).rows[0] for p in PROMPTS]
     assert found[2].tau == sum(len(r.tokens) - 1 for r in rows) / sum(r.trace.rounds for r in rows)
     assert found[0].tau == 1
     assert turns == [(1, 4), (2, 4), (3, 4), (4, 4)]
@@ -197,7 +197,9 @@ def test_the_fastest_that_was_tried_wins(monkeypatch, plain, best, verdict):
         return [SimpleNamespace(emitted=[[2, 2], [2]], drafted=None)] * len(accepted)
 
     monkeypatch.setattr(lab, "measure_rates", fake)
-    said = SimpleNamespace(acceptance=lambda tree: tree, replay_many=replay_many)
+    for kind in (Chain, DynamicTree):
+        monkeypatch.setattr(kind, "replay", lambda tree, recording: tree)
+    said = SimpleNamespace(replay_many=replay_many)
     tuned = tune(Known({CHAIN: 1.0, TREE: 1.01, None: 0.9}), said, [CHAIN, TREE], None, None, [[1], [2]], batch=2)
     assert tuned.ranking[0].tree == CHAIN
     assert (tuned.best[0].tree, tuned.best_draft[0].tree) == (best, TREE)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from specdec.api import load_drafter, load_target
 from specdec.drafters import mtp
 from specdec.drafters.formats import save_drafter
-from specdec.trees.spec import TreeSpec
+from specdec.trees import DynamicTree
 
 
 @pytest.fixture
@@ -136,7 +136,7 @@ def test_all_stages(target_path, tmp_path, monkeypatch):
     (tmp_path / "p.jsonl").write_text(json.dumps({"turns": ["What is 3?"]}) + "\n")
     monkeypatch.setattr(demo_models, "ANSWERS", 1)
     small_sizes = {"GROWN": {"mtp": 64}, "DRAFTERS": ("mtp",), "LENGTH": 128, "MAP_SIZE": 200}
-    small_sizes["TREES"] = (TreeSpec(2, 2, 4),)
+    small_sizes["TREES"] = (DynamicTree(2, 2, 4),)
     for name, value in (small_sizes | {"run": run}).items():
         monkeypatch.setattr(build_demo, name, value)
     words = ["--small", small, "--conversations", tmp_path / "c.jsonl", "--books", tmp_path / "b.jsonl"]

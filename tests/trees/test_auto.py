@@ -16,8 +16,10 @@ from specdec.engine.engine import Engine
 from specdec.engine.traces import tau
 from specdec.lab.replay import optimal_tree
 from specdec.model.loader import load_target
-from specdec.trees.optimal import measure_ranks
-from specdec.trees.spec import TreeSpec
+from specdec.recording import Text
+from specdec.trees import Chain, Tree
+from specdec.trees.record import record
+from specdec.trees.spec import parse_tree
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
 # Five tokens after the first: the words are of the first five places.
@@ -66,15 +68,15 @@ def test_tau_of_a_batch_is_that_of_its_slowest_text():
 )
 def test_tau_along_answers_is_that_of_decoding(drafter, tree):
     target = tiny_target()
-    model, spec = DRAFTERS[drafter](target), TreeSpec.parse(tree)
+    model, tree = DRAFTERS[drafter](target), parse_tree(tree)
     plain = Engine(target).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
-    texts = [row.prompt for row in plain], [row.tokens for row in plain]
-    ranks = measure_ranks(target, model, *texts, 3, 4)
-    alone = [measure_ranks(target, model, [prompt], [output], 3, 4)[0] for prompt, output in zip(*texts, strict=True)]
-    assert ranks == alone
-    paths = spec.paths or [(0,) * depth for depth in range(1, spec.steps + 1)]
-    rows = Engine(target, model, spec.build()).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
-    assert AlongTexts(0.0, 4, 3, tuple(ranks)).tau(paths) == pytest.approx(tau([row.trace for row in rows]))
+    texts = [Text(row.prompt, row.tokens) for row in plain]
+    recording = record(target, model, texts, steps=3)
+    alone = [record(target, model, [text], steps=3).along(4).texts[0] for text in texts]
+    assert recording.along(4) == AlongTexts(0.0, 4, 3, tuple(alone))
+    rows = Engine(target, model, tree).generate(PROMPTS, max_new_tokens=14, eos=frozenset()).rows
+    assert recording.along(4).tau(tree.paths) == pytest.approx(tau([row.trace for row in rows]))
+    assert recording.replay(tree).emitted == [row.trace.emitted for row in rows]
 
 
 def test_between_temperatures_tau_lies_on_a_line():
@@ -98,11 +100,10 @@ def test_the_file_is_read_as_it_was_written(tmp_path):
 def world(level: float, node: float, width: float = 0.0):
     """A machine on which a plain token takes 1, and a tree of one level 1, and more by these."""
 
-    def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
+    def seconds_of(tree: Tree | None, rounds: int) -> float:
         if tree is None:
             return 1.0
-        paths = tree.paths or [(0,) * depth for depth in range(1, tree.steps + 1)]
-        grow = (level + width * auto._width(paths)) * (tree.steps - 1)
+        grow = (level + width * auto._width(tree.paths)) * (tree.steps - 1)
         return 1 + node * (tree.num_draft_tokens - 1) + grow
 
     return seconds_of
@@ -131,7 +132,7 @@ def test_a_machine_that_is_slow_for_a_while_changes_nothing(slow):
     """Meanwhile all takes twice as long."""
     steady, asked = world(level=0.1, node=0.03), itertools.count()
 
-    def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
+    def seconds_of(tree: Tree | None, rounds: int) -> float:
         return steady(tree, rounds) * (2 if next(asked) in slow else 1)
 
     choice, undisturbed = choose(TREES, seconds_of), choose(TREES, steady)
@@ -145,15 +146,15 @@ def test_none_where_none_pays():
     assert choice.best_speedup < auto.MARGIN
     assert f"; --tree {choice.best} would reach" in str(choice)  # the flag with which it drafts all the same
     assert "; --tree 'paths 1 2 5' would reach" in str(replace(choice, best="paths 1 2 5"))
-    for gain, tree in ((1.01, None), (1.03, TreeSpec(1, 1))):  # a little is not enough
-        assert choose([Candidate(TreeSpec(1, 1), gain, 0)], lambda *_: 1.0).tree == tree
+    for gain, tree in ((1.01, None), (1.03, Chain(1))):  # a little is not enough
+        assert choose([Candidate(Chain(1), gain, 0)], lambda *_: 1.0).tree == tree
 
 
 def test_compiled_rounds_have_costs_of_their_own():
     """Few are compiled, of different depths, and the fastest of those compiled is taken."""
     compiled, asked = world(level=0.0, node=0.01), []
 
-    def seconds_of(tree: TreeSpec | None, rounds: int) -> float:
+    def seconds_of(tree: Tree | None, rounds: int) -> float:
         asked.append(tree)
         return compiled(tree, rounds) / 2
 

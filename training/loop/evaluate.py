@@ -12,16 +12,19 @@ from specdec.cli.files import write_text
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.formats import load_drafter
 from specdec.drafters.layers import SumHead
-from specdec.engine.engine import Engine
 from specdec.engine.traces import RowTrace, tau, tau_interval
+from specdec.recording import Recording, Text
+from specdec.structs import Sampling
 from specdec.text import encode_prompt, read_prompts
 from specdec.training.data import Batches, Sample
 from specdec.training.loop.settings import TrainerConfig
 from specdec.training.objectives.losses import pieces, product
 from specdec.training.objectives.teacher import Student, TeacherLogits, TopTeacher, read_teacher
 from specdec.trees import Chain
-from specdec.trees.optimal import KEPT, along_answers
+from specdec.trees.optimal import KEPT
+from specdec.trees.record import answers_to, record
 
+DEPTH = WIDTH = 8  # levels and children of acceptance.json
 HELDOUT = "heldout"  # as trainer.prompts: the prompts of the held-out conversations
 
 
@@ -79,26 +82,31 @@ def _one_by_one(
 
 
 class Decoding:
-    """Real decoding of a run's held-out prompts."""
+    """Answers of the target to a run's held-out prompts, decoded once, along which its drafters are recorded."""
 
     def __init__(self, target, prompts: list[list[int]], about: str, steps: int, max_new_tokens: int):
         """prompts: token ids. about: where they are from, in words. steps: the length of chains."""
         self.target, self.prompts, self.about = target, prompts, about
         self.steps, self.max_new_tokens = steps, max_new_tokens
+        self.answers: dict[float, list[Text]] = {}  # by temperature
+
+    def _record(self, drafter: Drafter, steps: int, temperature: float) -> Recording:
+        if temperature not in self.answers:
+            how = {"max_new_tokens": self.max_new_tokens}
+            self.answers[temperature] = answers_to(self.target, self.prompts, Sampling(temperature), **how)
+        how = {"steps": drafter.deepest(steps), "sampling": Sampling(temperature)}
+        return record(self.target, drafter, self.answers[temperature], **how)
 
     def tau(self, folder: Path) -> dict[str, float]:
         """tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it, and its interval."""
-        drafter = load_drafter(folder, self.target)
-        steps = drafter.deepest(self.steps)
-        result = Engine(self.target, drafter, Chain(steps)).generate(self.prompts, max_new_tokens=self.max_new_tokens)
-        return measured_tau([row.trace for row in result.rows])
+        recording = self._record(load_drafter(folder, self.target), self.steps, 0.0)
+        return measured_tau(recording.replay(Chain(recording.steps)).rows)
 
     def keep_acceptance(self, folder: Path, write: bool = True) -> None:
         """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`. write: False for a
         process that only has its share of the target to give."""
         drafter = load_drafter(folder, self.target)
-        how = {"max_new_tokens": self.max_new_tokens}
-        found = tuple(along_answers(self.target, drafter, self.prompts, temperature, **how) for temperature in KEPT)
+        found = tuple(self._record(drafter, DEPTH, t).along(min(WIDTH, drafter.vocab.size)) for t in KEPT)
         about = f"{len(self.prompts)} {self.about}, {self.max_new_tokens} tokens"
         if write and not any(along.empty for along in found):  # by answers of one token nobody could choose a tree
             write_text(folder / FILE, Acceptance(found, about).as_text())

@@ -31,7 +31,7 @@ from specdec.lab.output import write_json
 from specdec.machine import matmul_precision, set_matmul_precision
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.text import encode_prompt, read_prompts
-from specdec.trees.spec import TreeSpec
+from specdec.trees.spec import tree_of_settings
 from specdec.verify import sample_and_match
 
 OF_WEIGHTS = ("assistant", "token_map", "draft_dtype")  # settings that random weights in a shape do not have
@@ -57,7 +57,7 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
 def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     """How to make each contender that the suite names. slots: tokens of the longest text that they will decode."""
     shape, tau = settings.get("shape"), settings["simulate_tau"]
-    verifier, tree = sample_and_match if tau is None else SimulatedTau(tau), TreeSpec.of_settings(settings).build()
+    verifier, tree = sample_and_match if tau is None else SimulatedTau(tau), tree_of_settings(settings)
     if tau is not None:
         verifier.check(tree.steps)
 

@@ -36,7 +36,7 @@ from specdec.lab.models import check_counts
 from specdec.lab.output import Report
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.structs import DraftTree, Sampling, Verdict
-from specdec.trees.spec import TreeSpec
+from specdec.trees.spec import make_tree
 
 NODES = (1, 8, 16, 32)  # forwards that are timed next to that of the tree
 ROOM = 64  # tokens after the context
@@ -195,7 +195,7 @@ def main() -> None:
     args = parser.parse_args()
     check_counts(args, "context", "new_tokens", "trials")
     device, shape = check_device(args.device), registry.settings("shape", args.shape)
-    tree, verifier = TreeSpec.of(args.topk, args.steps, args.num_draft_tokens).build(), SimulatedTau(args.tau)
+    tree, verifier = make_tree(args.topk, args.steps, args.num_draft_tokens), SimulatedTau(args.tau)
     verifier.check(tree.steps)
     dtype = choose_dtype(args.dtype, shape["config"], device)
     target = random_target(shape["config"], f"{shape['name']}, random weights", dtype, device, args.seed)

@@ -24,7 +24,8 @@ from specdec.cli.files import Kept
 from specdec.cli.revision import code_digest
 from specdec.engine.recorder import versions
 from specdec.lab.cost.rounds import PARTS, RoundCost, measure_rounds
-from specdec.trees.spec import TreeSpec
+from specdec.trees import Tree
+from specdec.trees.spec import parse_tree
 
 TIMED_CODE = ("specdec", "specdec/drafters", "specdec/trees")  # folders of what is timed, and of what times it
 
@@ -75,7 +76,7 @@ class _BatchFit:
         self.plain_verify = _Fit(lambda c: [1, c], [((p.context,), p.seconds["verify"]) for p in plain])
         self.plain_host = statistics.median(p.seconds["host"] for p in plain)
 
-    def parts(self, tree: TreeSpec, context: np.ndarray) -> dict[str, np.ndarray]:
+    def parts(self, tree: Tree, context: np.ndarray) -> dict[str, np.ndarray]:
         flat = np.zeros_like(context, dtype=float)
         if tree.fixed:
             grow = self.static[tree](tree, context)
@@ -94,7 +95,7 @@ class _BatchFit:
         return self.plain_verify(context) + self.plain_host
 
 
-def _grow(s: TreeSpec, c: np.ndarray) -> list:
+def _grow(s: Tree, c: np.ndarray) -> list:
     nodes = 0 if s.topk == 1 else s.num_draft_tokens  # a chain has steps + 1, and steps is a feature already
     return [1, s.steps - 1, nodes, c * (s.steps - 1)]
 
@@ -117,7 +118,7 @@ class CostModel:
         self.batches = sorted({p.batch for p in self.points})
         self.fits = [_BatchFit([p for p in self.points if p.batch == b]) for b in self.batches]
 
-    def parts(self, tree: TreeSpec, context, batch: float = 1) -> dict[str, np.ndarray]:
+    def parts(self, tree: Tree, context, batch: float = 1) -> dict[str, np.ndarray]:
         """Seconds by part.
 
         Raises ValueError for what lies outside the measured topks, nodes or batch sizes, or was not measured."""
@@ -126,14 +127,14 @@ class CostModel:
         found = [(share, fit.parts(tree, context)) for fit, share in self._shares(batch)]
         return {part: sum(share * parts[part] for share, parts in found) for part in PARTS}
 
-    def round(self, tree: TreeSpec, context, batch: float = 1) -> np.ndarray:
+    def round(self, tree: Tree, context, batch: float = 1) -> np.ndarray:
         return sum(self.parts(tree, context, batch).values())
 
     def plain(self, context, batch: float = 1) -> np.ndarray:
         context = np.asarray(context, dtype=float)
         return sum(share * fit.plain(context) for fit, share in self._shares(batch))
 
-    def empty(self, tree: TreeSpec, context, batch: float = 1) -> np.ndarray:
+    def empty(self, tree: Tree, context, batch: float = 1) -> np.ndarray:
         """A round in which this tree's drafter has nothing to propose: a plain one, whose token it absorbs."""
         return self.plain(context, batch) + self.parts(tree, context, batch)["extend"]
 
@@ -150,7 +151,7 @@ class CostModel:
         """The measured batch sizes next to this one, and how much each counts."""
         return [(fit, share) for fit, share in zip(self.fits, hats(self.batches, batch), strict=True) if share]
 
-    def _check(self, tree: TreeSpec, batch: float) -> None:
+    def _check(self, tree: Tree, batch: float) -> None:
         trees = [p.tree for p in self.points if p.tree is not None]
         if tree.fixed and tree not in trees:
             raise ValueError(f"rounds of the static tree {tree} were not measured: measure it too")
@@ -168,8 +169,8 @@ class CostModel:
 
 def identity(target, drafter, **how) -> dict:
     """Return all that measured times depend on: machine, versions, source, shapes of the pair, how it was measured."""
-    trees = [str(t) if t.paths else t.path.read_text(encoding="utf-8") for t in how.get("statics", ())]
-    known = {"versions": versions(), "source": code_digest(TIMED_CODE), "how": how | {"trees": trees}}
+    how |= {"statics": [tree.text for tree in how.get("statics", ())]}
+    known = {"versions": versions(), "source": code_digest(TIMED_CODE), "how": how}
     return auto.identity(target, drafter, None) | known
 
 
@@ -183,7 +184,7 @@ def measured_costs(target, drafter, text: list[int], *, remeasure: bool = False,
     measured = Kept("costs", identity(target, drafter, **how))
 
     def read(kept: dict) -> CostModel:
-        trees = [point["tree"] and TreeSpec.parse(point["tree"]) for point in kept["points"]]
+        trees = [point["tree"] and parse_tree(point["tree"]) for point in kept["points"]]
         return CostModel([RoundCost(**point | {"tree": t}) for point, t in zip(kept["points"], trees, strict=True)])
 
     if not remeasure and (kept := measured.read(read)) is not None:

@@ -6,12 +6,12 @@ The engine marks the parts itself. No part is timed alone in a loop, where cache
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 from specdec.engine.engine import Engine
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.structs import Sampling
-from specdec.trees.spec import TreeSpec
+from specdec.trees import Chain, DynamicTree, Tree
 
 PARTS = ("grow", "verify", "commit", "extend", "host")
 WIDTHS = (1, 2, 4, 8)
@@ -28,23 +28,26 @@ TIMED = {"graphs": False, "compact": False, "abstain": False}
 class RoundCost:
     """Median seconds of the rounds of one tree (None: plain decoding) at one context and batch size."""
 
-    tree: TreeSpec | None
+    tree: Tree | None
     context: float  # tokens before the round, on average
     batch: int
     seconds: dict[str, float]  # by part, as PARTS names them; of plain decoding verify and host only
 
 
-def useful_trees(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[TreeSpec]:
+def useful_trees(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]:
     """Every chain and dynamic tree of these topks, 1 to `steps` levels and these numbers of nodes.
 
     Trees of fewer nodes than levels + 1 are left out: their deepest levels would be drafted in vain."""
-    if not topks:
-        return []
-    crossed = TreeSpec.grid(sorted(set(topks)), range(1, steps + 1), sorted(set(nodes)))
-    return [t for t in crossed if t.topk == 1 or t.steps + 1 <= t.num_draft_tokens <= t.most_nodes]
+    crossed = product(sorted(set(topks)), range(1, steps + 1), sorted(set(nodes)))
+    found = [
+        Chain(d) if k == 1 else DynamicTree(k, d, n)
+        for k, d, n in crossed
+        if k == 1 or d + 1 <= n <= DynamicTree.candidates(k, d) + 1
+    ]
+    return list(dict.fromkeys(found))
 
 
-def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[TreeSpec]:
+def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]:
     """The trees that are timed: of `useful_trees` every topk, few depths, and every number of nodes several times."""
     depths = sorted({min(depth, steps) for depth in (*DEPTHS, steps)})
     chosen, turn = [], 0
@@ -94,7 +97,7 @@ def measure_rounds(
     nodes: Sequence[int] = NODES,
     contexts: Sequence[int] = CONTEXTS,
     batches: Sequence[int] = (1,),
-    statics: Sequence[TreeSpec] = (),
+    statics: Sequence[Tree] = (),
     sampling: Sampling | None = None,
     repeats: int = 5,
     progress: Callable[[int, int], None] = lambda done, of: None,
@@ -112,14 +115,14 @@ def measure_rounds(
     places = sorted({min(context, room) for context in contexts})
     if not text or places[0] < 1:
         raise ValueError(f"the target's context of {target.config.context} tokens is too short to measure rounds in")
-    runs: list[tuple[TreeSpec | None, int, int]] = []
+    runs: list[tuple[Tree | None, int, int]] = []
     for batch in batches:
         for context in places:
             middle = context == places[len(places) // 2]
             here = [t for t in trees if middle or t.steps in (1, steps) or t.fixed]
             runs += [(tree, context, batch) for tree in (None, *here)]
     engines = {None: Engine(target, **TIMED)}
-    engines |= {tree: Engine(target, drafter, tree.build(), **TIMED) for tree in trees}
+    engines |= {tree: Engine(target, drafter, tree, **TIMED) for tree in trees}
     found: dict[tuple, list] = {run: [] for run in runs}
     for repeat in range(-1, repeats):  # -1 warms up
         for done, (tree, context, batch) in enumerate(runs[:: 1 if repeat >= 0 else max(1, len(runs) // 8)], 1):
@@ -132,7 +135,7 @@ def measure_rounds(
     return [_medians(*run, rounds) for run, rounds in found.items()]
 
 
-def _medians(tree: TreeSpec | None, context: int, batch: int, found: list[tuple[int, dict]]) -> RoundCost:
+def _medians(tree: Tree | None, context: int, batch: int, found: list[tuple[int, dict]]) -> RoundCost:
     names = found[0][1]
     middle = statistics.mean(at for at, _ in found)
     return RoundCost(tree, middle, batch, {p: statistics.median(parts[p] for _, parts in found) for p in names})

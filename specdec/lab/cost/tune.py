@@ -8,17 +8,16 @@ import numpy as np
 
 from specdec.engine.engine import Engine
 from specdec.lab.cost.model import CostModel
-from specdec.lab.replay import Superset
-from specdec.lab.replay.acceptance import Acceptance
+from specdec.recording import Accepted, Recording
 from specdec.structs import Sampling
-from specdec.trees.spec import TreeSpec
+from specdec.trees import Chain, Tree
 
 
 @dataclass(frozen=True)
 class Prediction:
     """What decoding with one tree is expected to do."""
 
-    tree: TreeSpec | None  # None: plain decoding
+    tree: Tree | None  # None: plain decoding
     tokens_per_second: float
     tau: float
     seconds_a_round: float
@@ -38,7 +37,7 @@ def round_contexts(emitted: list[list[int]], prompts: list[int], batch: int) -> 
 
 def predict(
     costs: CostModel,
-    tree: TreeSpec | None,
+    tree: Tree | None,
     emitted: list[list[int]],
     prompts: list[int],
     batch: int = 1,
@@ -69,40 +68,38 @@ def predict(
     return Prediction(tree, tokens / seconds, tokens / taken, seconds / rounds)
 
 
-def _times(costs: CostModel, tree: TreeSpec, contexts: np.ndarray, size: int, levels: np.ndarray) -> np.ndarray:
+def _times(costs: CostModel, tree: Tree, contexts: np.ndarray, size: int, levels: np.ndarray) -> np.ndarray:
     """Seconds of a batch's rounds, each of which drafts so many levels. A static tree without its last levels is taken
     to cost what the whole one does."""
     times = np.empty(len(contexts))
     for deep in np.unique(levels):
         at = levels == deep
-        cut = TreeSpec(1, int(deep)) if tree.topk == 1 and tree.file is None and deep else tree
+        cut = Chain(int(deep)) if isinstance(tree, Chain) and deep else tree
         times[at] = (costs.round if deep else costs.empty)(cut, contexts[at], size)
     return times
 
 
 def predict_all(
     costs: CostModel,
-    superset: Superset,
-    accepted: Mapping[TreeSpec, Acceptance],
+    recording: Recording,
+    accepted: Mapping[Tree, Accepted],
     prompts: list[int],
     batch: int = 1,
 ) -> tuple[Prediction, list[Prediction]]:
     """Predict plain decoding and every tree; the trees come fastest first. accepted: of every tree, by root."""
-    replays = superset.replay_many(list(accepted.values()))
+    replays = recording.replay_many(list(accepted.values()))
     plain = predict(costs, None, replays[0].emitted, prompts, batch)
     both = zip(accepted, replays, strict=True)
     found = [predict(costs, tree, r.emitted, prompts, batch, r.drafted) for tree, r in both]
     return plain, sorted(found, key=lambda p: -p.tokens_per_second)
 
 
-def clairvoyant(
-    costs: CostModel, superset: Superset, accepted: Mapping[TreeSpec, Acceptance], prompts: list[int]
-) -> float:
+def clairvoyant(costs: CostModel, recording: Recording, accepted: Mapping[Tree, Accepted], prompts: list[int]) -> float:
     """Return the tokens/s of a row that drafts in every round with the best of these trees, or not at all.
 
     It knows the texts, so no way to choose among these trees by round is faster. Found text by text from its end."""
     seconds = tokens = 0.0
-    for start, roots, prompt in zip(superset.starts.tolist(), superset.roots.tolist(), prompts, strict=True):
+    for start, roots, prompt in zip(recording.starts.tolist(), recording.roots.tolist(), prompts, strict=True):
         here, contexts = slice(start, start + roots), prompt + np.arange(roots)
         times = [costs.plain(contexts, 1)]
         times += [_times(costs, tree, contexts, 1, a.levels[here].numpy()) for tree, a in accepted.items()]
@@ -133,7 +130,7 @@ def finalists(ranking: list[Prediction], count: int, within: float = 0.1) -> lis
 class MeasuredRate:
     """What decoding with one tree did."""
 
-    tree: TreeSpec | None
+    tree: Tree | None
     tokens_per_second: float
     tau: float
     texts: list[list[int]]  # token ids by prompt
@@ -143,7 +140,7 @@ def measure_rates(
     target,
     drafter,
     prompts: list[list[int]],
-    trees: Sequence[TreeSpec | None],
+    trees: Sequence[Tree | None],
     *,
     batch: int = 1,
     max_new_tokens: int = 64,
@@ -156,7 +153,7 @@ def measure_rates(
 
     prompts: token ids. The time of a batch is the median of its repeats. Trees take turns on each batch, and another
     tree begins each time, so that whatever else the machine does hits all of them."""
-    engines = [Engine(target) if tree is None else Engine(target, drafter, tree.build()) for tree in trees]
+    engines = [Engine(target) if tree is None else Engine(target, drafter, tree) for tree in trees]
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     times = [[[] for _ in groups] for _ in trees]
     rows = [[] for _ in trees]
@@ -241,8 +238,8 @@ class Tuned:
 
 def tune(
     costs: CostModel,
-    superset: Superset,
-    trees: Sequence[TreeSpec],
+    recording: Recording,
+    trees: Sequence[Tree],
     target,
     drafter,
     prompts: list[list[int]],
@@ -253,11 +250,11 @@ def tune(
 ) -> Tuned:
     """Predict every tree, and decode with the best `tries` of them and plainly.
 
-    prompts: token ids; `superset` holds one text of each, in this order. how: as in `measure_rates`."""
+    prompts: token ids; `recording` holds one text of each, in this order. how: as in `measure_rates`."""
     lengths = [len(p) for p in prompts]
-    accepted = {tree: superset.acceptance(tree) for tree in trees}
-    plain, ranking = predict_all(costs, superset, accepted, lengths, batch)
+    accepted = {tree: tree.replay(recording) for tree in trees}
+    plain, ranking = predict_all(costs, recording, accepted, lengths, batch)
     tried = [plain, *finalists(ranking, tries)]
     found = measure_rates(target, drafter, prompts, [p.tree for p in tried], batch=batch, **how)
-    bound = clairvoyant(costs, superset, accepted, lengths) if batch == 1 else None
+    bound = clairvoyant(costs, recording, accepted, lengths) if batch == 1 else None
     return Tuned(plain, ranking, list(zip(tried, found, strict=True)), bound)

@@ -29,9 +29,9 @@ from specdec.lab.cost.tune import Tuned, tune
 from specdec.lab.machine import machine
 from specdec.lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
 from specdec.lab.output import progress_bar
-from specdec.lab.replay import record
 from specdec.structs import Sampling
-from specdec.trees.spec import TreeSpec
+from specdec.trees.record import answers_to, record
+from specdec.trees.spec import parse_tree
 
 SHOWN = 10
 BUSY = 0.1  # a median misfit of the cost model above this says that the machine did something else too
@@ -101,7 +101,7 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
     dynamic = useful_trees(topks, drafter.deepest(args.steps), args.num_draft_tokens)
     if not dynamic:
         raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")
-    trees, sampling = [*dynamic, *map(TreeSpec.parse, args.tree)], read_flags(Sampling, args)
+    trees, sampling = [*dynamic, *map(parse_tree, args.tree)], read_flags(Sampling, args)
     topks = sorted({tree.topk for tree in dynamic})
     costs = measured_costs(
         target,
@@ -118,9 +118,10 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
         repeats=args.repeats,
     )
     how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
-    superset = record(target, drafter, prompts, topks=topks, steps=max(tree.steps for tree in trees), **how)
+    texts, steps = answers_to(target, prompts, **how), max(tree.steps for tree in trees)
+    recording = record(target, drafter, texts, steps=steps, topks=topks, sampling=sampling)
     how |= {"batch": args.batch_size, "repeats": args.repeats, "progress": progress_bar("real runs")}
-    return costs, tune(costs, superset, trees, target, drafter, prompts, tries=args.tries, **how)
+    return costs, tune(costs, recording, trees, target, drafter, prompts, tries=args.tries, **how)
 
 
 def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:

@@ -17,7 +17,7 @@ from specdec.lab.proof.rollback import RollbackProof, prove_rollback
 from specdec.model.target import Target
 from specdec.structs import DraftTree, Sampling, Verdict, Verifier
 from specdec.trees import Chain, DynamicTree, SampledTree
-from specdec.trees.spec import TreeSpec, describe
+from specdec.trees.spec import describe
 from specdec.verify import VERIFIERS, make_verifier
 
 TEXTS = {"greedy": Sampling(), "temperature 1": Sampling(1.0), "filtered": Sampling(0.8, top_k=50, top_p=0.9)}
@@ -91,7 +91,7 @@ def fits(verifier: Verifier, tree: TreePolicy) -> bool:
 def trees_for(target: Target, drafter: Drafter) -> list[TreePolicy]:
     depth = drafter.deepest(5)
     chains_only = target.chains_only or drafter.chains_only
-    return [Chain(depth)] if chains_only else [TreeSpec(4, depth).build(), Chain(depth)]
+    return [Chain(depth)] if chains_only else [DynamicTree(4, depth), Chain(depth)]
 
 
 def prove(

@@ -17,7 +17,9 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable, write_text
 from specdec.cli.flags import command_parser
 from specdec.lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
-from specdec.trees.optimal import KEPT, along_answers, expected_tau, optimal_paths
+from specdec.structs import Sampling
+from specdec.trees.optimal import KEPT, expected_tau, optimal_paths
+from specdec.trees.record import answers_to, record
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,8 +64,11 @@ def main(argv: list[str] | None = None) -> None:
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
     about = f"{len(prompts)} prompts of {args.prompt_file.name}, {args.max_new_tokens} tokens"
     temperatures = sorted({args.temperature, *(KEPT if args.keep else ())})
-    how = {"max_new_tokens": args.max_new_tokens, "steps": args.steps, "topk": args.topk, "seed": args.seed}
-    found = {t: along_answers(target, drafter, prompts, t, **how) for t in temperatures}
+    found = {}
+    for t in temperatures:
+        answers = answers_to(target, prompts, Sampling(t), max_new_tokens=args.max_new_tokens, seed=args.seed)
+        recording = record(target, drafter, answers, steps=drafter.deepest(args.steps), sampling=Sampling(t))
+        found[t] = recording.along(args.topk)
     if any(measured.empty for measured in found.values()):
         raise ValueError(
             "nothing was measured: every answer is one token long, and the first token is not drafted; "

@@ -23,7 +23,7 @@ from specdec.lab.sweep.comparison import compare, named
 from specdec.model.names import bundled, called
 from specdec.text import read_prompts
 from specdec.training.train import instantiate, load_some
-from specdec.trees.spec import TreeSpec
+from specdec.trees.spec import tree_of_settings
 
 
 def entries_of(settings: dict) -> dict:
@@ -58,7 +58,7 @@ def run(config: DictConfig) -> None:
         kernels.use("torch")  # Inductor makes its own of torch's operators
     target = load_some(config, config.device, whole=True)
     how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")}
-    how["tree"] = TreeSpec.of_settings(settings).build()
+    how["tree"] = tree_of_settings(settings)
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second
     how = "greedy" if sampling.greedy else sampling

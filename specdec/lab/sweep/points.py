@@ -15,7 +15,7 @@ from specdec.lab.models import read_entry, short_name
 from specdec.model.names import SMALL_FILES, bundled, resolve
 from specdec.model.target import Target
 from specdec.model.weight_files import weight_files
-from specdec.trees.spec import TreeSpec
+from specdec.trees.base import shape_in
 
 # The code that a point depends on: these packages without what only asks or shows, and of the lab what measures.
 CODE = ("specdec", "specdec/drafters", "specdec/trees")
@@ -62,7 +62,7 @@ class SweepPoint:
 
     kind: str  # 'decode', or 'best_tree'
     draft: Draft | None  # None: plain decoding
-    tree: TreeSpec | None
+    tree: str | None  # its text, of a tree that need not be buildable
     settings: dict  # all that the result depends on
     names: dict  # what the report calls it
     key: str = field(init=False)  # of kind and settings
@@ -72,11 +72,11 @@ class SweepPoint:
         self.key = hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
-def tree_settings(tree: TreeSpec) -> dict[str, int | bool | None]:
+def tree_settings(tree: str) -> dict[str, int | bool | None]:
     """A tree among the settings of a point, on which keys depend. A chain has no num_draft_tokens there."""
-    nodes = None if tree.topk == 1 else tree.num_draft_tokens
-    kind = {"block": True} if tree.block else {}
-    return {"topk": tree.topk, "steps": tree.steps, "num_draft_tokens": nodes} | kind
+    topk, steps, nodes = shape_in(tree, "(?:block )?")
+    kind = {"block": True} if tree.startswith("block") else {}
+    return {"topk": topk, "steps": steps, "num_draft_tokens": None if topk == 1 else nodes} | kind
 
 
 def signature(path: str) -> str:

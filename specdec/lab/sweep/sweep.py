@@ -26,11 +26,13 @@ from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage
 from specdec.lab.traces.metrics import summary
 from specdec.machine import matmul_precision
 from specdec.model.target import Target
+from specdec.recording import Text
 from specdec.structs import Sampling, Verifier
 from specdec.threads import full_threads
 from specdec.trees import Chain
-from specdec.trees.optimal import expected_tau, measure_acceptance, most_nodes, optimal_paths
-from specdec.trees.spec import TreeSpec
+from specdec.trees.optimal import expected_tau, most_nodes, optimal_paths
+from specdec.trees.record import record
+from specdec.trees.spec import make_tree, parse_tree
 
 
 @dataclass
@@ -81,9 +83,7 @@ class Sweep:
             "skipped_records": self.benchmark.skipped,
         }
 
-    def points(
-        self, drafts: list[Draft], trees: list[TreeSpec], baseline: bool, best_tree: dict | None
-    ) -> list[SweepPoint]:
+    def points(self, drafts: list[Draft], trees: list[str], baseline: bool, best_tree: dict | None) -> list[SweepPoint]:
         """Plain decoding if `baseline`; then for each drafter the points of all trees, and that of its best tree.
 
         best_tree: {"questions", "steps", "topk", "num_draft_tokens"}: how many questions the best tree is measured on,
@@ -96,7 +96,7 @@ class Sweep:
             for tree in trees:
                 told = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
                 settings = mine | {"tree": told, "probe": self.probe}
-                called = names | ({"draft": f"{draft.name}, over the block"} if tree.block else {})
+                called = names | ({"draft": f"{draft.name}, over the block"} if "block" in told else {})
                 found.append(SweepPoint("decode", draft, tree, settings, called | {"lossless": self.verifier.lossless}))
             if best_tree is not None:
                 found.append(SweepPoint("best_tree", draft, None, mine | {"best_tree": best_tree}, names))
@@ -135,10 +135,10 @@ class Sweep:
             return Engine(self.target)
         if point.kind == "best_tree":
             return Engine(self.target, drafter, Chain(1))
-        tree = point.tree
-        if not tree.block:
-            tree = TreeSpec.of(tree.topk, tree.steps, tree.num_draft_tokens, sample_draft=self.sample_draft)
-        return Engine(self.target, drafter, tree.build(), self.verifier)
+        told = point.settings["tree"]
+        numbers = told["topk"], told["steps"], told["num_draft_tokens"]
+        tree = parse_tree(point.tree) if "block" in told else make_tree(*numbers, sample_draft=self.sample_draft)
+        return Engine(self.target, drafter, tree, self.verifier)
 
     def _decode(self, token: int) -> str:
         return self.target.tokenizer.decode([token])
@@ -208,12 +208,10 @@ class Sweep:
                 f"every answer that the best tree is measured along, of {len(chosen)}, is one token long: raise "
                 "best_tree.questions or max_new_tokens, or set best_tree=null"
             )
-        steps = drafter.deepest(wanted["steps"])
+        texts, steps = [Text(row.prompt, row.tokens, row.seed) for row in rows], drafter.deepest(wanted["steps"])
         topk = min(wanted["topk"], drafter.vocab.size)
-        texts = [row.prompt for row in rows], [row.tokens for row in rows]
-        how = {"sampling": self.sampling, "seeds": [row.seed for row in rows]}
-        accept = measure_acceptance(self.target, drafter, *texts, steps, topk, **how).tolist()
-        sizes = [n for n in wanted["num_draft_tokens"] if 2 <= n <= most_nodes(topk, steps)]
+        accept = record(self.target, drafter, texts, steps=steps, sampling=self.sampling).along(topk).table()
+        sizes = [n for n in wanted["num_draft_tokens"] if 2 <= n <= most_nodes(topk, len(accept))]
         trees = {n: optimal_paths(accept, n) for n in sizes}
         found = {
             "questions": len(chosen),

@@ -25,7 +25,7 @@ from specdec.lab.sweep.store import write_results
 from specdec.lab.sweep.sweep import Sweep
 from specdec.training.loop.parallel import join_processes
 from specdec.training.train import check_folder, instantiate, load_some
-from specdec.trees.spec import TreeSpec
+from specdec.trees.spec import grid
 
 
 def as_list(value) -> list:
@@ -51,7 +51,7 @@ def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
     best = settings["best_tree"]
     if best is not None:
         best = best | {"num_draft_tokens": sorted(set(as_list(settings["num_draft_tokens"])))}
-    trees = TreeSpec.grid(settings["topk"], settings["steps"], settings["num_draft_tokens"], settings["block"])
+    trees = grid(settings["topk"], settings["steps"], settings["num_draft_tokens"], settings["block"])
     return sweep.points(drafts, trees, settings["baseline"], best)
 
 

@@ -1,0 +1,69 @@
+"""What all draft trees share. A tree is a value: it is read from a text, compared, printed, grown and replayed.
+
+A subclass is a frozen dataclass whose fields are its settings. It has the attributes of `specdec.contracts.TreePolicy`.
+`conf/tree/NAME.yaml` names it, and its texts are found by that.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from torch import Tensor
+
+from specdec.contracts import Children, Drafter, DraftState
+from specdec.recording import Accepted, Recording
+from specdec.structs import DraftTree
+
+WORDS = ("topk", "steps", "num_draft_tokens")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A tree in SGLang's words. `steps` levels are drafted, a node has at most `topk` children, and the target verifies
+    `num_draft_tokens` nodes, the root counted."""
+
+    samples = False
+    marginals = False
+    fixed = False  # a static tree: every round has the same shape, and costs depend on it
+    source = ""  # the name in conf/tree or the file that it was read from
+
+    @classmethod
+    def parse(cls, text: str) -> Self | None:
+        """Return the tree that has this `text`; None if the text is of another kind of tree.
+
+        Raises ValueError, one sentence, for a tree that cannot be."""
+        raise NotImplementedError
+
+    @property
+    def text(self) -> str:
+        return shape_of(self)
+
+    def __str__(self) -> str:
+        return self.source or self.text
+
+    def entries(self) -> dict:
+        """Return the entries of a settings file that ask for this tree."""
+        return {word: getattr(self, word) for word in WORDS} if str(self) == shape_of(self) else {"tree": str(self)}
+
+    def shallower(self, steps: int) -> "Tree":
+        return self  # which nodes of a level are kept depends on the levels after it
+
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
+        raise NotImplementedError
+
+    def replay(self, recording: Recording) -> Accepted:
+        """Return what this tree would have accepted at every root of a recording.
+
+        Raises ValueError, one sentence, for what was not recorded."""
+        raise ValueError(f"{type(self).__name__} cannot be replayed: take DynamicTree, StaticTree, BlockTree or Chain")
+
+
+def shape_of(tree) -> str:
+    """topk/steps/num_draft_tokens, such as 4/5/16."""
+    return f"{tree.topk}/{tree.steps}/{tree.num_draft_tokens}"
+
+
+def shape_in(text: str, prefix: str = "") -> tuple[int, ...] | None:
+    """Return the three numbers of a text like 4/5/16 after the prefix; None if it is no such text."""
+    found = re.fullmatch(rf"{prefix}(\d+)/(\d+)/(\d+)", text)
+    return found and tuple(map(int, found.groups()))

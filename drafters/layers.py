@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
-from specdec.kernels import kernel_for
-from specdec.model import native
 from specdec.model.attention import CacheView, bind_add, bind_write
 from specdec.model.cache import KVCache
 from specdec.model.layers import Freezable, GatedMLP, Linear, LinearMap, RMSNorm, check_heads
 from specdec.model.rope import Rope, rotate
+from specdec.ops import kernel_for, native
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.acceptance import Acceptance
-from specdec.kernels import MOST_LIKELY, kernel_for
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
+from specdec.ops import MOST_LIKELY, kernel_for
 from specdec.sampling.likely import top_logprobs
 from specdec.structs import DraftTree, Survivors
 

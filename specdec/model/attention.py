@@ -7,11 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels import kernel_for
-from specdec.model import native
 from specdec.model.cache import KVCache
-from specdec.model.cpu_attention import attend_add, attend_seen, seen_by
 from specdec.model.layers import Linear, RMSNorm
+from specdec.ops import kernel_for, native
+from specdec.ops.cpu_attention import attend_add, attend_seen, seen_by
 
 
 def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
@@ -142,7 +141,7 @@ def bind_add(
     if add is None:
         return None
     return lambda residual, x, norm, rope, view, layer: add(
-        residual, x, norm.weight, norm.eps, rope, view.cache, layer, view.slots, view.seen
+        residual, x, norm.weight, norm.eps, rope, view.slots, view.cache.flat[layer], view.cache.heads[layer], view.seen
     )
 
 
@@ -217,7 +216,7 @@ class CacheView:
                 slots=cache.max_len,
             )
             return
-        if self.window is None and (seen := seen_by(cache, n, offset + n, ancestors, scale)):
+        if self.window is None and (seen := seen_by(cache.layers[0], cache.lens, n, offset + n, ancestors, scale)):
             self.seen = seen
             return
         if n == 1 and ancestors is None and cache.batch == 1:

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.kernels import kernel_for
-from specdec.model import native
+from specdec.ops import kernel_for, native
 from specdec.structs import Survivors
 
 

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.kernels import kernel_for
-from specdec.model import native
-from specdec.model.cpu_linear import check_int8, gated_mlp, gated_mlp_add, linear
+from specdec.ops import kernel_for, native
+from specdec.ops.linear import check_int8, gated_mlp, gated_mlp_add, linear
 
 
 class Freezable(nn.Module):

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.model import native
+from specdec.ops import native
 
 
 @dataclass(frozen=True)

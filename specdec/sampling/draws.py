@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from specdec.kernels import kernel_for
-from specdec.model import native
+from specdec.ops import kernel_for, native
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import PENALTIES, Sampling, SamplingBatch

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.model import native
+from specdec.ops import native
 
 BLOCK, MANY = 64, 8192  # of `top` and `largest`, on the CPU
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.model import native
+from specdec.ops import native
 from specdec.sampling.draws import draw
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import DraftTree, Verdict

@@ -2,7 +2,7 @@
 
 import pytest
 
-from specdec.model import cpu_linear
+from specdec.ops import linear as cpu_linear
 
 
 @pytest.fixture

@@ -102,5 +102,5 @@ def test_what_cannot_be_compiled_is_said(monkeypatch):
     with pytest.raises(ValueError, match=r"for CPUs and NVIDIA's GPUs, and the target is on the mps"):
         Engine(target, compile=True)
     monkeypatch.setattr(Target, "device", torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"call specdec\.kernels\.use\('torch'\) before"):
+    with pytest.raises(ValueError, match=r"call specdec\.ops\.use\('torch'\) before"):
         Engine(target, compile=True)

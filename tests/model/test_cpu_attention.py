@@ -6,11 +6,12 @@ import pytest
 import torch
 from helpers import tiny_target
 
-from specdec.model import attention, native
+from specdec.model import attention
 from specdec.model.attention import CacheView, packed_mask, tree_mask
 from specdec.model.cache import KVCache
-from specdec.model.cpu_attention import DIMS, FEW, attend_seen, seen_by
 from specdec.model.target import Target
+from specdec.ops import native
+from specdec.ops.cpu_attention import DIMS, FEW, attend_seen, seen_by
 from specdec.trees.ancestors import ancestors_of
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
@@ -36,7 +37,7 @@ def filled_cache(lens: list[int], kv_heads: int, dim: int, nodes: int) -> KVCach
 
 def attended(cache: KVCache, q: torch.Tensor, nodes: int, ancestors=None, scale=None) -> torch.Tensor:
     """q [B,n,heads,Dh] at the last n of so many scratch slots."""
-    return attend_seen(q, *cache.heads[0], seen_by(cache, q.shape[1], nodes, ancestors, scale))
+    return attend_seen(q, *cache.heads[0], seen_by(cache.layers[0], cache.lens, q.shape[1], nodes, ancestors, scale))
 
 
 def random_tree(batch: int, n: int, nodes: int) -> torch.Tensor:

@@ -10,9 +10,10 @@ from helpers import DRAFTERS, tiny_target
 
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.engine.engine import Engine
-from specdec.model import cpu_linear, native
-from specdec.model.cpu_linear import Fp16Weight, RowsWeight, bytes_read, gated_mlp, linear, pack
 from specdec.model.layers import GatedMLP, Linear, RMSNorm, round_weights
+from specdec.ops import linear as cpu_linear
+from specdec.ops import native
+from specdec.ops.linear import Fp16Weight, RowsWeight, bytes_read, gated_mlp, linear, pack
 from specdec.trees import DynamicTree
 
 ROWS = native.has_rows()

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from specdec.drafters.layers import side_by_side
-from specdec.model import native
 from specdec.model.attention import bind_write
 from specdec.model.layers import OffsetRMSNorm, RMSNorm
 from specdec.model.rope import Rope, rotate
+from specdec.ops import native
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
 EPS = torch.finfo(torch.float32).eps

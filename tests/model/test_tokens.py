@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specdec.model import native
 from specdec.model.cache import KVCache
+from specdec.ops import native
 from specdec.sampling.draws import sample
 from specdec.sampling.likely import top, top_logprobs
 from specdec.structs import DraftTree, Sampling

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.compiled import build
 from specdec.engine.compiled.graph import RoundGraph
-from specdec.model import native
+from specdec.ops import native
 from specdec.threads import full_threads
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.compiled.record import Call
-from specdec.model.rows_weight import inputs_of
+from specdec.ops.rows_weight import inputs_of
 
 if TYPE_CHECKING:
     from torch.fx import Node

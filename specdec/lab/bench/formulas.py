@@ -68,7 +68,7 @@ def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
     """A tree after a context: our kernel, SDPA with a dense mask, and FlexAttention, which finds the mask itself."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    from specdec.kernels import tree_attention
+    from specdec.ops.cuda import tree_attention
 
     slots = context + nodes
     q, kv = s.random(1, nodes, s.heads, s.dim), s.random(2, 1, slots, s.kv_heads, s.dim)
@@ -92,7 +92,7 @@ def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
 
 
 def layer_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
-    from specdec.kernels import gated, norm_pair, rms_norm, rope_write
+    from specdec.ops.cuda import gated, norm_pair, rms_norm, rope_write
 
     x, y, gate_up = s.random(nodes, s.hidden), s.random(nodes, s.hidden), s.random(nodes, 2 * s.intermediate)
     norm = RMSNorm(s.hidden, 1e-5).to(s.device, DTYPE)
@@ -151,7 +151,7 @@ def commit_case(s: Shapes, context: int) -> KernelCase:
 
 
 def vocabulary_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
-    from specdec.kernels import filtered_sampling, head_topk
+    from specdec.ops.cuda import filtered_sampling, head_topk
 
     hidden, weight, logits = s.random(WIDTH, s.hidden), s.random(s.drafts, s.hidden) / 64, s.random(nodes, s.vocab) * 3
     sampling = Sampling(0.8, 50, 0.9, 0.0)
@@ -180,10 +180,10 @@ def vocabulary_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
 
 def tree_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
     """What a level of a dynamic tree does around attention and head, and the selection of its nodes."""
-    from specdec import kernels
-    from specdec.kernels import tree_level, tree_select
+    from specdec import ops
+    from specdec.ops.cuda import tree_level, tree_select
 
-    kernels.use("torch", "tree_select")  # else torch's selection would take the kernel too
+    ops.use("torch", "tree_select")  # else torch's selection would take the kernel too
     tree = DynamicTree(WIDTH, STEPS, nodes)
     gains = -s.random(1, WIDTH, WIDTH).float().abs().sort(dim=2).values
     tokens = torch.randint(s.vocab, (1, WIDTH, WIDTH), device=s.device)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.rms_norm import scaled
+from specdec.ops.cuda.rms_norm import scaled
 
 
 @triton.jit

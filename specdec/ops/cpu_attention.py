@@ -8,15 +8,14 @@ Of a few positions the calls take as long as what they compute. So the products 
 write to the cache and the norm behind them are one call where all of them are our own.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from specdec.model import native
-from specdec.model.cache import KVCache
-from specdec.model.cpu_linear import packed_rows
+from specdec.ops import native
+from specdec.ops.linear import packed_rows
 
 FEW = 64  # positions of a row; from about so many on torch's matrix products are faster
 DIMS = (16, 32, 64, 80, 96, 128, 256)  # of a head
@@ -31,12 +30,15 @@ class Seen(NamedTuple):
     scale: float  # of scores
 
 
-def seen_by(cache: KVCache, n: int, nodes: int, ancestors: Tensor | None, scale: float | None) -> Seen | None:
-    """What our own operators are told of the last n of `nodes` scratch slots; None where they do not serve."""
-    dim = cache.shape[1]
-    if n > FEW or dim not in DIMS or not native.serves(cache.layers[0]):
+def seen_by(
+    memory: Tensor, lens: Tensor, n: int, nodes: int, ancestors: Tensor | None, scale: float | None
+) -> Seen | None:
+    """What our own operators are told of the last n of `nodes` scratch slots; None where they do not serve. memory
+    [...,Dh]: a layer of the cache."""
+    dim = memory.shape[-1]
+    if n > FEW or dim not in DIMS or not native.serves(memory):
         return None
-    return Seen(cache.lens, ancestors, nodes, dim**-0.5 if scale is None else scale)
+    return Seen(lens, ancestors, nodes, dim**-0.5 if scale is None else scale)
 
 
 def attend_seen(q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Tensor:
@@ -48,9 +50,9 @@ def attend_add(
     qkv: nn.Linear, o: nn.Linear, gains: Tensor | None, gain_eps: float
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """The products and norms of an attention in one call with what is between them, and with the norm behind it:
-    (residual, x, weight and eps of that norm, rope, cache, layer, slots, what is seen) -> residual + attention(x), and
-    its norm; None where not all of it is our own. gains [2,Dh]: what normalised queries, and keys, are multiplied by.
-    """
+    (residual, x, weight and eps of that norm, rope, slots, flat keys and values, keys and values by head, what is
+    seen) -> residual + attention(x), and its norm; None where not all of it is our own. gains [2,Dh]: what normalised
+    queries, and keys, are multiplied by."""
     if qkv.bias is not None or o.bias is not None or not native.serves(qkv.weight):
         return None
     wide, narrow = (packed_rows(linear.weight, linear.int8) for linear in (qkv, o))
@@ -60,9 +62,9 @@ def attend_add(
 
     def add(
         residual: Tensor, x: Tensor, weight: Tensor, eps: float, rope: tuple[Tensor, Tensor],
-        cache: KVCache, layer: int, slots: Tensor, seen: Seen,
+        slots: Tensor, flat: Sequence[Tensor], heads: Sequence[Tensor], seen: Seen,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        where = *rope, slots, *cache.flat[layer], *cache.heads[layer]
+        where = *rope, slots, *flat, *heads
         return operator(residual, x, into, out, *where, *seen, gains, gain_eps, weight, eps)
 
     return add

@@ -92,4 +92,4 @@ def _load(name: str, on_gpu: bool) -> Callable:
 
     if not on_gpu and not knobs.runtime.interpret:
         raise ValueError("Triton kernels need a GPU; on CPU tensors they run with TRITON_INTERPRET=1 only")
-    return importlib.import_module(f"specdec.kernels.{name}").launch
+    return importlib.import_module(f"specdec.ops.cuda.{name}").launch

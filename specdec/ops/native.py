@@ -44,7 +44,7 @@ from torch import Tensor
 from specdec.cli.files import keep, kept_folder
 from specdec.machine import features
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "cpu"
 ROOT = Path(torch.__file__).parent
 SIMPLE = ("-O1",)
 FAST = ("-O3", "-march=native", "-fopenmp")

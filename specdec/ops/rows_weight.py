@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.model import native
+from specdec.ops import native
 
 UNIT = 64  # outputs that `rows.cpp` divides among threads together
 SCALES = 2  # pairs of inputs that give way to the scales of a UNIT of outputs in int8

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from specdec.model import native
-from specdec.model.rows_weight import UNIT, RowsWeight, pack_bf16, pack_fp32, pack_int8, row_scales
+from specdec.ops import native
+from specdec.ops.rows_weight import UNIT, RowsWeight, pack_bf16, pack_fp32, pack_int8, row_scales
 
 ONEDNN_ROWS = 16  # oneDNN chooses its layout for so many rows; the layout serves any number
 BLOCKS = 4  # of a weight that is multiplied with a single row

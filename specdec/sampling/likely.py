@@ -2,19 +2,16 @@
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from specdec.ops import native
+from specdec.ops.tokens import likeliest
 
 BLOCK, MANY = 64, 8192  # of `top` and `largest`, on the CPU
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """logits [..., V] -> log-probabilities and ids [..., k] of the k most likely tokens, best first, in fp32."""
-    if k == 1 and native.serves(logits):
-        return torch.ops.specdec_rows.likeliest.default._op(logits)
-    return top(logits.float().log_softmax(-1), k)
+    return likeliest(logits) if k == 1 else top(logits.float().log_softmax(-1), k)
 
 
 def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -97,7 +97,7 @@ def recorded_graph(run: Callable[[int], Any], kept: abc.Sequence[Tensor], bounds
 
     def undone(bound: int) -> Record:
         try:
-            return record(run, bound)
+            return record(run, bound, native.SEEN)
         finally:
             for x, old in zip(kept, before, strict=True):
                 x.copy_(old)

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.lab.cost.memory import Run, size_of
-from specdec.model.attention import attend, packed_mask, tree_mask
 from specdec.model.layers import RMSNorm
-from specdec.model.rope import rotate
+from specdec.ops import commit
+from specdec.ops.attention import attend, packed_mask, tree_mask
+from specdec.ops.rms_norm import reference
+from specdec.ops.rope_write import rotate
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import bits_of, gumbel, hashes_of
@@ -96,7 +99,7 @@ def layer_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
 
     x, y, gate_up = s.random(nodes, s.hidden), s.random(nodes, s.hidden), s.random(nodes, 2 * s.intermediate)
     norm = RMSNorm(s.hidden, 1e-5).to(s.device, DTYPE)
-    plain, few = norm.bind_eager(), (x[:WIDTH], y[:WIDTH])
+    plain, few = reference(norm.weight, norm.eps), (x[:WIDTH], y[:WIDTH])
     qkv = s.random(1, nodes, s.heads + 2 * s.kv_heads, s.dim)
     cos, sin = s.random(2, 1, nodes, 1, s.dim)
     keys, values = s.random(2, 4096, s.kv_heads * s.dim)
@@ -138,15 +141,7 @@ def commit_case(s: Shapes, context: int) -> KernelCase:
     cache = KVCache(s.layers, 1, context + 64, s.kv_heads, s.dim, s.random(0))
     path = s.range(0, 2 * STEPS, 2)[None]
     n, none = s.range(STEPS, STEPS + 1), s.range(1)
-    source, destination = cache.slots_of(path[:, 1:]), cache.slots_of(s.range(1, STEPS))
-
-    def eager() -> None:
-        for rows in cache.rows:
-            rows.index_copy_(1, destination, rows.index_select(1, source))
-
-    def kernel() -> None:
-        cache.move(cache.addresses, cache.layers[0], none, path, n)
-
+    kernel, eager = (partial(move, none, path, n) for move in (cache.move, commit.reference(cache.memory)))
     return KernelCase(kernel, eager, moved=2 * s.layers * 2 * (STEPS - 1) * s.kv_heads * s.dim * DTYPE.itemsize)
 
 

@@ -157,8 +157,8 @@ def _can_be_blocked(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor, int8: bool = False) -> Tensor | RowsWeight | Fp16Weight | torch.ScriptObject | None:
-    """Return the weight [out,in] in our own layout, fp16 or oneDNN's layout, packed once for each version of its values.
-    int8: rounded, where there is a product for that.
+    """Return the weight [out,in] in our own layout, fp16 or oneDNN's, packed once for each version of its values. int8:
+    rounded, where there is a product for that.
 
     None where packing has no use: on other devices, on processors without a fast product, and for weights that may
     still learn. Weights that learn change in ways that no version counter sees, such as through another parameter over

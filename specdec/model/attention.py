@@ -85,30 +85,23 @@ class CacheView:
                 self.window, scale,
             )  # fmt: skip
 
-    def layer(self, index: int) -> "CachedAttention":
-        return CachedAttention(self, index)
-
-
-class CachedAttention:
-    """Attention over a layer of a cache, in which the new keys and values are stored. It is an `Attend`."""
-
-    def __init__(self, view: CacheView, layer: int):
-        self.view, self.slots, self.seen = view, view.slots, view.seen
-        self.flat, self.heads = view.cache.flat[layer], view.cache.heads[layer]
-        self.index = layer
+    def layer(self, index: int) -> "CacheView":
+        """Turn the view to a layer and return it. Until the next call it is the `Attend` of this layer: one object for
+        all layers takes less time in small models."""
+        self.index, self.flat, self.heads = index, self.cache.flat[index], self.cache.heads[index]
+        return self
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        view = self.view
-        view.cache.write(self.index, self.slots, k, v)
-        return attend_causal(q, k, v, view.window, view.scale) if view.fresh else view.attention(q, *self.heads)
+        """Attend, and store k and v."""
+        self.cache.write(self.index, self.slots, k, v)
+        return attend_causal(q, k, v, self.window, self.scale) if self.fresh else self.attention(q, *self.heads)
 
     def of_rows(self, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]) -> Tensor:
         """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, by what `rope_write` gives."""
-        q, view = write(rows, *rope, self.slots, *self.flat), self.view
-        if view.fresh:  # a prompt attends to its own positions
-            own = view.cache.layers[self.index][:, :, : q.shape[1]]
-            return attend_causal(q, *own, view.window, view.scale)
-        return view.attention(q, *self.heads)
+        q = write(rows, *rope, self.slots, *self.flat)
+        if self.fresh:  # a prompt attends to its own positions
+            return attend_causal(q, *self.cache.layers[self.index][:, :, : q.shape[1]], self.window, self.scale)
+        return self.attention(q, *self.heads)
 
 
 class Attention(Freezable):
@@ -157,7 +150,7 @@ class Attention(Freezable):
 
         def attention(x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
             rows = qkv(x if x.ndim == 2 else x.flatten(0, -2))
-            if write is not None and isinstance(attend, CachedAttention):
+            if write is not None and isinstance(attend, CacheView):
                 out = attend.of_rows(rows.view(len(rows), -1, dim), rope, write)
             else:
                 out = spread(rows.view(*rope[0].shape[:2], -1, dim), rope, attend)
@@ -205,7 +198,7 @@ class Attention(Freezable):
         own = attend_add(self.qkv, self.o, self.q_norm, self.k_norm, norm) if self.whole else None
 
         def add(residual: Tensor, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
-            if own is not None and isinstance(attend, CachedAttention) and attend.seen is not None and x.ndim == 2:
+            if own is not None and attend.__class__ is CacheView and attend.seen is not None and x.ndim == 2:
                 return own(residual, x, rope, attend.slots, attend.flat, attend.heads, attend.seen)
             return add_norm(attention(x, rope, attend), residual)
 

@@ -2,7 +2,7 @@
 
     kv[l,:,b,lens[b]+k] = kv[l,:,b,lens[b]+path[b,k]]    for 1 <= k < n[b]; the root stays where it is
 
-In torch: `cache.KVCache.commit`. A slot may be the source of one move and the destination of another, so a program
+In torch: `ops.commit.reference`. A slot may be the source of one move and the destination of another, so a program
 reads all rows of its columns before it writes one.
 """
 

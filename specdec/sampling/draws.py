@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from specdec.ops import kernel_for
-from specdec.ops.tokens import largest
+from specdec.ops.likely import first_largest
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import PENALTIES, Sampling, SamplingBatch
@@ -25,7 +25,7 @@ def sample(
     """The token behind each node: logits [B,N,V] of nodes of depth [B,N] -> [B,N] int64. Without depth, one node of
     each depth. noise: not needed at temperature 0."""
     if isinstance(sampling, Sampling) and sampling.greedy:
-        return largest(logits)
+        return first_largest(logits)
     shared = isinstance(sampling, Sampling) and sampling.active <= IN_KERNEL
     if shared and (kernel := kernel_for("filtered_sampling", logits)):
         filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p

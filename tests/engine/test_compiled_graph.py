@@ -14,7 +14,7 @@ from specdec.engine.compiled import build
 from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
 from specdec.model.target import Target
-from specdec.ops.tokens import MANY
+from specdec.ops.likely import LOOPS
 from specdec.trees import Chain
 
 
@@ -41,7 +41,7 @@ def run_of(function, kept=()):
 @pytest.mark.parametrize("keepdim", [True, False])
 def test_the_largest_and_its_place(keepdim):
     """The first of equal numbers counts. With nan among them the place is one that exists."""
-    x = torch.randn(3, 4, MANY)
+    x = torch.randn(3, 4, LOOPS)
     x[0, 0, 7] = x[0, 0, 500] = 9
     x[1] = -torch.inf
     run = run_of(lambda _: x.max(-1, keepdim))
@@ -49,7 +49,7 @@ def test_the_largest_and_its_place(keepdim):
     assert torch.equal(value, x.max(-1, keepdim).values)
     assert torch.equal(place, x.max(-1, keepdim).indices)
     x[0, 1] = torch.nan
-    assert 0 <= run(8)[1].flatten()[1] < MANY
+    assert 0 <= run(8)[1].flatten()[1] < LOOPS
 
 
 def test_graphs_of_any_bound():

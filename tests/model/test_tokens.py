@@ -6,8 +6,8 @@ import torch
 from specdec.model.cache import KVCache
 from specdec.ops import native
 from specdec.ops.commit import reference
+from specdec.ops.likely import top, top_logprobs
 from specdec.sampling.draws import sample
-from specdec.sampling.likely import top, top_logprobs
 from specdec.structs import DraftTree, Sampling
 from specdec.trees.ancestors import ancestors_of
 from specdec.verify.walk import alive, follow, path_of

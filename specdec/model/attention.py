@@ -145,7 +145,15 @@ class Attention(Freezable):
 
     def bind(self) -> Callable[..., Tensor]:
         """Return the function (x, rope, attend) -> attention(x)."""
-        qkv, o, dim, spread = self.qkv.bind(), self.o.bind(), self.head_dim, self._bind_heads()
+        return self._bind(self.qkv.bind(), self.o.bind())
+
+    def forward(self, *inputs) -> Tensor:
+        if self.frozen is None and torch.is_grad_enabled():  # autocast keeps what it makes of a module's weight
+            return self._bind(self.qkv, self.o)(*inputs)
+        return super().forward(*inputs)
+
+    def _bind(self, qkv: Callable[[Tensor], Tensor], o: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        dim, spread = self.head_dim, self._bind_heads()
         write = rope_write(self.qkv.weight, self.q_norm, self.k_norm) if self.whole else None
 
         def attention(x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:

@@ -71,14 +71,9 @@ class MtpLayer(Freezable):
         add_mlp = self.mlp.bind_add(self.norm) if isinstance(self.mlp, GatedMLP) else self._add_mlp
         return self._layer(self.norms.bind(), self.project.bind(), self.input_norm.bind(), add_mlp)
 
-    def forward(
-        self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """The hidden state before the final norm and after it."""
-        return (self.frozen or self._unbound())(embeds, hidden, rope, attend)
-
-    def _unbound(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return self._layer(self.norms, self.project, self.input_norm, self._add_mlp)
+    def forward(self, *inputs) -> tuple[Tensor, Tensor]:
+        """Embeddings, hidden states, rope and `Attend` -> the hidden state before the final norm and after it."""
+        return (self.frozen or self._layer(self.norms, self.project, self.input_norm, self._add_mlp))(*inputs)
 
     def _layer(
         self, pair: Function, project: Function, input_norm: Function, add_mlp: Callable

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.drafters.layers import Attend, DraftAttention, DraftLayer, DraftShape
+from specdec.drafters.layers import DraftLayer, DraftShape
+from specdec.model.attention import Attend, Attention
 from specdec.model.layers import Linear
-from specdec.model.rope import rotate
+from specdec.ops.rope_write import rotate
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class BlockForward:
         return self.window if self.window is None or self.window_from == "slot" else self.window + 1
 
 
-class BlockAttention(DraftAttention):
+class BlockAttention(Attention):
     """Attention of the block. Its key and value projections serve the context too."""
 
     def __init__(self, shape: DraftShape):
@@ -135,5 +136,5 @@ class BlockLayer(DraftLayer):
             return super().forward(x, rope, attend)
         attention, mlp = self.convolutions
         mixed = attention.around(lambda y: self.attention(y, rope, attend), self.input_norm(x), self.rows)
-        x, normed = self.post_norm.add(x, mixed)
+        x, normed = self.post_norm(mixed, x)
         return x + mlp.around(self.mlp, normed, self.rows)

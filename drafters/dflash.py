@@ -18,7 +18,7 @@ from specdec.contracts import Children, DraftState
 from specdec.drafters.block_layers import BlockForward, BlockLayer, SlotConvolution
 from specdec.drafters.conditional import ConditionalHead, Confidence, head_of
 from specdec.drafters.eagle3 import spread_taps
-from specdec.drafters.layers import CachedAttention, CachedDrafter, DraftShape, SharedHead, split_sizes, start
+from specdec.drafters.layers import CachedDrafter, DraftShape, SharedHead, split_sizes, start
 from specdec.drafters.unroll_block import Blocks, blocks_behind
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView
@@ -123,7 +123,7 @@ class BlockDrafter(CachedDrafter):
         rope = self.rope(cache.lens[:, None] + cache.places[:rows])
         views = {sliding: self._view(cache, sliding) for sliding in set(self.sliding)}
         for index, (layer, sliding) in enumerate(zip(self.layers, self.sliding, strict=True)):
-            hidden = layer(hidden, rope, CachedAttention(views[sliding], index))
+            hidden = layer(hidden, rope, views[sliding].layer(index))
         readout = self.norm(hidden)[:, self.switches.unused :]
         carried = self.conditional.begin(anchor) if self.conditional else readout.new_empty(*readout.shape[:2], 0)
         state = DraftState(carried, readout, self.head)

@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from specdec.drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, shape_like, start
+from specdec.drafters.layers import DraftShape, SharedHead, shape_like, start
 from specdec.drafters.recurrent import RecurrentDrafter
 from specdec.drafters.vocab import DraftVocab
+from specdec.model.attention import Attend, Attention
 from specdec.model.layers import GatedMLP, Linear, RMSNorm
 
 
@@ -28,7 +29,7 @@ class Eagle(RecurrentDrafter):
         super().__init__(shape, (tap,), vocab, embedding)
         h = shape.hidden
         self.fc = Linear(2 * h, h, bias=fc_bias)
-        self.attention = DraftAttention(shape, h, bias=qkv_bias)
+        self.attention = Attention(shape, h, bias=qkv_bias)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.head = SharedHead(head, vocab.ids)

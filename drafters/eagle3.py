@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.drafters.layers import Attend, DraftAttention, DraftShape, SharedHead, side_by_side, split_sizes, start
+from specdec.drafters.layers import DraftShape, SharedHead, split_sizes, start
 from specdec.drafters.recurrent import RecurrentDrafter
 from specdec.drafters.vocab import DraftVocab
+from specdec.model.attention import Attend, Attention
 from specdec.model.ends import state_sizes
-from specdec.model.layers import GatedMLP, Linear, RMSNorm
+from specdec.model.layers import GatedMLP, Linear, NormPair, RMSNorm
 from specdec.model.target import check_taps
 
 
@@ -66,7 +67,8 @@ class Eagle3(RecurrentDrafter):
         self.tap_scale: Tensor | None = None  # [F], by which features are multiplied while training
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
-        self.attention = DraftAttention(shape, 2 * h, bias=switches.qkv_bias, qk_norm=switches.qk_norm)
+        self.norms = NormPair(self.embed_norm, self.hidden_norm)
+        self.attention = Attention(shape, 2 * h, bias=switches.qkv_bias, qk_norm=switches.qk_norm)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
@@ -87,7 +89,7 @@ class Eagle3(RecurrentDrafter):
         return self.fc.weight if self.tap_scale is None else self.fc.weight * self.tap_scale
 
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
-        x = side_by_side(self.embed_norm, self.hidden_norm, embeds, hidden)
+        x = self.norms(embeds, hidden)
         residual = x[..., hidden.shape[-1] :] if self.switches.residual_norm else hidden
         hidden, normed = self.attention.add(residual, x, self.post_norm, rope, attend)
         hidden = hidden + self.mlp(normed)
@@ -121,7 +123,7 @@ def scale_of(target, taps: tuple[int, ...]) -> Tensor:
 
 
 @torch.no_grad()
-def look_at_itself(attention: DraftAttention, score: float = 10.0) -> None:
+def look_at_itself(attention: Attention, score: float = 10.0) -> None:
     """Queries equal to keys, both of the embedding, the first half of what they see: a position's score with itself is
     about `score`, with others, whose embeddings are nearly orthogonal, about 0."""
     dim, half = attention.head_dim, attention.qkv.in_features // 2

@@ -1,10 +1,9 @@
-"""What drafters are made of: the shape of a draft layer, its attention, a head that is shared, fresh weights."""
+"""What drafters are made of: the shape of a draft layer, a head that is shared, fresh weights."""
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,14 +12,10 @@ from torch import Tensor, nn
 
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
-from specdec.kernels import kernel_for
-from specdec.model import native
-from specdec.model.attention import CacheView, bind_add, bind_write
+from specdec.model.attention import Attend, Attention
 from specdec.model.cache import KVCache
-from specdec.model.layers import Freezable, GatedMLP, Linear, LinearMap, RMSNorm, check_heads
-from specdec.model.rope import Rope, rotate
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
+from specdec.model.layers import GatedMLP, LinearMap, RMSNorm, check_heads
+from specdec.model.rope import Rope
 
 
 @dataclass(frozen=True)
@@ -86,122 +81,10 @@ def start(drafter: nn.Module, target, init: str) -> None:
             drafter.start_from(target)
 
 
-class CachedAttention:
-    """Attention over layer `layer` of a cache, in which the new keys and values are stored."""
-
-    def __init__(self, view: CacheView, layer: int):
-        self.view, self.layer = view, layer
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.view.attend(self.layer, q, k, v)
-
-    def of_rows(self, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]) -> Tensor:
-        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, by what `bind_write` gave."""
-        return self.view.attend_rows(self.layer, rows, rope, write)
-
-
-def side_by_side(first: RMSNorm, second: RMSNorm, x: Tensor, y: Tensor) -> Tensor:
-    """The norms of x and y [B,n,H] -> [B,n,2H]."""
-    if x.dtype == y.dtype and (kernel := kernel_for("norm_pair", x)):
-        return kernel(x, y, (first.weight, second.weight), (first.eps, second.eps))
-    if native.serves(x) and native.serves(y):
-        pair = torch.ops.specdec_rows.norm_pair.default._op
-        return pair(x, y, first.weight, second.weight, first.eps, second.eps)
-    return torch.cat([first(x), second(y)], dim=-1)
-
-
-def bind_pair(first: RMSNorm, second: RMSNorm) -> Callable[[Tensor, Tensor], Tensor]:
-    """`side_by_side` of these norms, as a function of x and y, which are of the norms' dtype."""
-    if kernel_for("norm_pair", first.weight) or not (native.serves(first.weight) and native.serves(second.weight)):
-        return partial(side_by_side, first, second)
-    pair, what = torch.ops.specdec_rows.norm_pair.default._op, (first.weight, second.weight, first.eps, second.eps)
-    return lambda x, y: pair(x, y, *what)
-
-
-class DraftAttention(Freezable):
-    """Attention of the draft layer: fused q, k, v over an input of any width."""
-
-    frozen_add: Callable[..., tuple[Tensor, Tensor]] | None = None
-
-    def __init__(
-        self,
-        shape: DraftShape,
-        width: int,
-        bias: bool = False,
-        qk_norm: bool = False,
-        gate: bool = False,
-        rotary_dim: int | None = None,
-    ):
-        """gate: each query head is followed by a gate of its size for the head's output (Qwen3-Next). rotary_dim: only
-        so many of a head's dimensions are rotated (GLM-4.5, Qwen3-Next)."""
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
-        self.gate, self.rotary_dim = gate, rotary_dim or shape.head_dim
-        rows = shape.heads * (2 if gate else 1) + 2 * shape.kv_heads
-        self.qkv = Linear(width, rows * shape.head_dim, bias=bias)
-        self.o = Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
-        self.q_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
-        self.k_norm = RMSNorm(shape.head_dim, shape.eps) if qk_norm else None
-
-    @property
-    def whole(self) -> bool:
-        """Heads are rotated as a whole, and have no gates: calls of several operators know no others."""
-        return not self.gate and self.rotary_dim == self.head_dim
-
-    def freeze(self) -> None:
-        super().freeze()
-        self.frozen_add = bind_add(self.qkv, self.o, self.q_norm, self.k_norm) if self.whole else None
-
-    def unfreeze(self) -> None:
-        super().unfreeze()
-        self.frozen_add = None
-
-    def add(
-        self, residual: Tensor, x: Tensor, norm: RMSNorm, rope: tuple[Tensor, Tensor], attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """residual + attention(x), and its norm."""
-        if self.frozen_add is not None and isinstance(attend, CachedAttention) and x.ndim == 2 and attend.view.seen:
-            return self.frozen_add(residual, x, norm, rope, attend.view, attend.layer)
-        return norm.add(residual, self(x, rope, attend))
-
-    def bind(self) -> Callable[..., Tensor]:
-        write = bind_write(self.qkv.weight, self.q_norm, self.k_norm) if self.whole else None
-        if write is None:
-            return self._attention
-
-        qkv, o, dim = self.qkv.bind(), self.o.bind(), self.head_dim
-
-        def attention(x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-            if not isinstance(attend, CachedAttention):
-                return self._attention(x, rope, attend)
-            rows = qkv(x if x.ndim == 2 else x.flatten(0, -2))
-            out = o(attend.of_rows(rows.view(len(rows), -1, dim), rope, write).flatten(0, -2))
-            return out if x.ndim == 2 else out.view(*x.shape[:-1], -1)
-
-        return attention
-
-    def _attention(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        q_rows = self.heads * (2 if self.gate else 1)
-        rows = self.qkv(x).view(*rope[0].shape[:2], q_rows + 2 * self.kv_heads, self.head_dim)
-        q, k, v = rows.split_with_sizes([q_rows, self.kv_heads, self.kv_heads], dim=2)
-        if self.gate:
-            q, gate = q.unflatten(2, (self.heads, 2)).unbind(3)
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        qk = torch.cat([q, k], dim=2) if self.gate or self.q_norm is not None else rows[:, :, : q_rows + self.kv_heads]
-        turned = rotate(qk[..., : self.rotary_dim], *rope)
-        if self.rotary_dim < self.head_dim:
-            turned = torch.cat([turned, qk[..., self.rotary_dim :]], dim=-1)
-        q, k = turned.split_with_sizes([self.heads, self.kv_heads], dim=2)
-        out = attend(q, k, v)
-        out = self.o(out * gate.flatten(2).sigmoid() if self.gate else out)
-        return out.flatten(0, 1) if x.ndim == 2 else out
-
-
 class DraftLayer(nn.Module):
     """A pre-norm decoder layer."""
 
-    def __init__(self, shape: DraftShape, attention: DraftAttention):
+    def __init__(self, shape: DraftShape, attention: Attention):
         super().__init__()
         self.input_norm = RMSNorm(shape.hidden, shape.eps)
         self.attention = attention

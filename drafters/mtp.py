@@ -6,24 +6,20 @@ checkpoint. It reads the target's last hidden state, after the final norm, and t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from specdec.drafters.layers import (
-    Attend,
-    DraftAttention,
     DraftShape,
     SharedHead,
-    bind_pair,
     shape_like,
-    side_by_side,
     start,
 )
 from specdec.drafters.recurrent import RecurrentDrafter
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.layers import Freezable, GatedMLP, Linear, RMSNorm
+from specdec.model.attention import Attend, Attention
+from specdec.model.layers import Freezable, GatedMLP, Linear, NormPair, RMSNorm
 
 Function = Callable[..., Tensor]
 
@@ -62,27 +58,22 @@ class MtpLayer(Freezable):
         self.hidden_first = switches.hidden_first
         self.embed_norm = RMSNorm(h, shape.eps)
         self.hidden_norm = RMSNorm(h, shape.eps)
+        norms = self.embed_norm, self.hidden_norm
+        self.norms = NormPair(*(norms[::-1] if self.hidden_first else norms))
         self.project = Linear(2 * h, h, bias=False)
         self.input_norm = RMSNorm(h, shape.eps)
-        self.attention = DraftAttention(
-            shape, h, switches.qkv_bias, switches.qk_norm, switches.gate, switches.rotary_dim
-        )
+        self.attention = Attention(shape, h, switches.qkv_bias, switches.qk_norm, switches.gate, switches.rotary_dim)
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = mlp or GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
 
     def bind(self) -> Callable[..., tuple[Tensor, Tensor]]:
         add_mlp = self.mlp.bind_add(self.norm) if isinstance(self.mlp, GatedMLP) else self._add_mlp
-        return self._layer(bind_pair(*self._sides()), self.project.bind(), self.input_norm.bind(), add_mlp)
+        return self._layer(self.norms.bind(), self.project.bind(), self.input_norm.bind(), add_mlp)
 
-    def forward(
-        self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend
-    ) -> tuple[Tensor, Tensor]:
-        """The hidden state before the final norm and after it."""
-        return (self.frozen or self._unbound())(embeds, hidden, rope, attend)
-
-    def _unbound(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        return self._layer(partial(side_by_side, *self._sides()), self.project, self.input_norm, self._add_mlp)
+    def forward(self, *inputs) -> tuple[Tensor, Tensor]:
+        """Embeddings, hidden states, rope and `Attend` -> the hidden state before the final norm and after it."""
+        return (self.frozen or self._layer(self.norms, self.project, self.input_norm, self._add_mlp))(*inputs)
 
     def _layer(
         self, pair: Function, project: Function, input_norm: Function, add_mlp: Callable
@@ -96,12 +87,8 @@ class MtpLayer(Freezable):
 
         return layer
 
-    def _sides(self) -> tuple[RMSNorm, RMSNorm]:
-        norms = self.embed_norm, self.hidden_norm
-        return norms[::-1] if self.hidden_first else norms
-
     def _add_mlp(self, x: Tensor, normed: Tensor) -> tuple[Tensor, Tensor]:
-        return self.norm.add(x, self.mlp(normed))
+        return self.norm(self.mlp(normed), x)
 
 
 class Mtp(RecurrentDrafter):

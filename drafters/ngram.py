@@ -17,7 +17,7 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.drafters.ngram_host import Voting, match_lengths
 from specdec.drafters.vocab import DraftVocab
-from specdec.sampling.likely import largest, top
+from specdec.ops.likely import largest, top
 from specdec.structs import Survivors
 
 MODES = ("lookup", "suffix")

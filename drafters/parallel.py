@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.contracts import DraftState
-from specdec.drafters.layers import Attend, CachedDrafter
+from specdec.drafters.layers import CachedDrafter
 from specdec.drafters.unroll_block import chains_behind
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
@@ -96,8 +96,3 @@ class ParallelDrafter(CachedDrafter):
         readout = self.blocks(feats, tokens, every, [steps] * tokens.shape[1]).readout
         for j in range(steps):
             yield DraftState(readout.new_empty(*tokens.shape, 0), readout[:, :, j], self.head)
-
-
-def attend_by(view, layer: int) -> Attend:
-    """The `Attend` of a layer by a view that is no cache's."""
-    return lambda q, k, v: view.attend(layer, q, k, v)

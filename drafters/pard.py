@@ -112,7 +112,7 @@ class Pard(ParallelDrafter):
         x, rope = rows.flatten(0, 1), rope(positions)
         normed = norm(x)
         for index, (block, _) in enumerate(layers):
-            x, normed = block(x, normed, rope, view, index)
+            x, normed = block(x, normed, rope, view.layer(index))
         return normed.view_as(rows)
 
     def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:

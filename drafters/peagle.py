@@ -5,17 +5,15 @@ from torch import Tensor, nn
 
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward, choose_taps
 from specdec.drafters.layers import (
-    CachedAttention,
-    DraftAttention,
     DraftLayer,
     DraftShape,
     SharedHead,
     split_sizes,
     start,
 )
-from specdec.drafters.parallel import ParallelDrafter, attend_by
+from specdec.drafters.parallel import ParallelDrafter
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.attention import CacheView, NoCache
+from specdec.model.attention import Attention, CacheView, NoCache
 from specdec.model.cache import KVCache
 from specdec.model.target import check_taps
 
@@ -45,7 +43,7 @@ class PEagle(ParallelDrafter, Eagle3):
         self.set_block(block)
         self.mask_token, self.layers = mask_token, layers
         how = self.switches
-        attentions = (DraftAttention(shape, shape.hidden, how.qkv_bias, how.qk_norm) for _ in range(1, layers))
+        attentions = (Attention(shape, shape.hidden, how.qkv_bias, how.qk_norm) for _ in range(1, layers))
         self.upper = nn.ModuleList(DraftLayer(shape, attention) for attention in attentions)
         self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
         self.tap_width = self.fc.in_features // len(taps)
@@ -72,12 +70,10 @@ class PEagle(ParallelDrafter, Eagle3):
         return row.expand(*anchors.shape, -1)
 
     def run(self, rows: Tensor, positions: Tensor, view: CacheView | NoCache) -> Tensor:
-        rope, cached = self.rope(positions), isinstance(view, CacheView)
-        attends = [CachedAttention(view, i) if cached else attend_by(view, i) for i in range(self.layers)]
-        embeds, hidden = rows.chunk(2, -1)
-        hidden = self.layer(embeds, hidden, rope, attends[0], 0)
-        for layer, attend in zip(self.upper, attends[1:], strict=True):
-            hidden = layer(hidden, rope, attend)
+        rope, (embeds, hidden) = self.rope(positions), rows.chunk(2, -1)
+        hidden = self.layer(embeds, hidden, rope, view.layer(0), 0)
+        for index, layer in enumerate(self.upper, 1):
+            hidden = layer(hidden, rope, view.layer(index))
         return self.norm(hidden)
 
     def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.contracts import Children, DraftState
-from specdec.drafters.layers import Attend, CachedAttention, CachedDrafter, DraftShape
+from specdec.drafters.layers import CachedDrafter, DraftShape
 from specdec.drafters.unroll import Rows, UnrolledAttention, recomputed
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.attention import CacheView, document_mask, document_positions
+from specdec.model.attention import Attend, CacheView, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.layers import freeze, unfreeze
 from specdec.model.rope import RopeTable
@@ -52,7 +52,7 @@ class RecurrentDrafter(CachedDrafter):
         layers: int = 1,
         rotary_dim: int | None = None,
     ):
-        """embedding [V,H]: the target's, shared and frozen. rotary_dim: see `DraftAttention`."""
+        """embedding [V,H]: the target's, shared and frozen. rotary_dim: see `Attention`."""
         super().__init__()
         self.shape, self.taps, self.vocab, self.layers = shape, tuple(taps), vocab, layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
@@ -103,8 +103,8 @@ class RecurrentDrafter(CachedDrafter):
         rope, hidden = self.rope(positions), self.fuse(feats.flatten(0, 1))
         embeds = self.embed(tokens.flatten(), positions.flatten())
         for index in range(1, self.layers):
-            self.layer(embeds, hidden, rope, CachedAttention(view, index), index)
-        hidden = self.layer(embeds, hidden, rope, CachedAttention(view, 0), 0).view(*tokens.shape, -1)
+            self.layer(embeds, hidden, rope, view.layer(index), index)
+        hidden = self.layer(embeds, hidden, rope, view.layer(0), 0).view(*tokens.shape, -1)
         last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
         hidden = hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))
         cache.advance(n, max_len)
@@ -140,7 +140,7 @@ class RecurrentDrafter(CachedDrafter):
         groups, offset = self.shape.heads // self.shape.kv_heads, (level - first) * n
         view = CacheView(self.cache, n, own, groups, offset, slots=slots)
         embeds = self.embed(tokens.flatten(), positions)
-        hidden = self.layer(embeds, hidden.flatten(0, 1), rope, CachedAttention(view, index), index)
+        hidden = self.layer(embeds, hidden.flatten(0, 1), rope, view.layer(index), index)
         hidden = hidden.view(b, n, -1)
         return DraftState(hidden, self.readout(hidden, index), self.head)
 

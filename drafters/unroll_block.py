@@ -155,10 +155,10 @@ class ChainView:
     def __init__(self, kept: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
         """seen [B,A,T]: which rows of its text each chain sees."""
         own = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-        self.layers = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in kept]
+        self.attends = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in kept]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.layers[layer](q, k, v)
+    def layer(self, index: int) -> BlockAttend:
+        return self.attends[index]
 
 
 def chains_behind(

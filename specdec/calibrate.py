@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from specdec import kernels
+from specdec import ops
 from specdec.acceptance import Acceptance
 from specdec.adaptive import NAMES, Curve, Draft, Ema, Fixed, Policy, Survival, Table
 from specdec.adaptive.estimators import make_estimator
@@ -252,7 +252,7 @@ def kept_recorded_curve(engine: Engine, crowd: Crowd) -> Curve:
     tree, backend = engine.policy, engine.graphs.backend
     who = identity(engine.target, engine.drafter, engine.drafter.acceptance) | {"of": "recorded load"}
     who |= {"tree": [type(tree).__name__, tree.topk, engine.adaptive.sizes], "crowd": str(crowd)}
-    who |= {"backend": [type(backend).__name__, getattr(backend, "compiles", True), kernels.backends()]}
+    who |= {"backend": [type(backend).__name__, getattr(backend, "compiles", True), ops.backends()]}
     return _kept(who, lambda: measure_recorded_curve(engine, crowd))
 
 

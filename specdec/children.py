@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from specdec.contracts import Children, DraftState, TreePolicy, Vocabulary
+from specdec.ops.likely import top
 from specdec.sampling.draws import perturbed
 from specdec.sampling.filters import filtered_probs, warmed
-from specdec.sampling.likely import top
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import Sampling, SamplingBatch, Verifier
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from specdec.acceptance import Acceptance
-from specdec.kernels import MOST_LIKELY, kernel_for
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
-from specdec.sampling.likely import top_logprobs
+from specdec.ops.likely import head_topk
 from specdec.structs import DraftTree, Survivors
 
 
@@ -41,13 +40,7 @@ class DraftState:
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         """Log-probabilities (fp32) and draft ids [B,W,k] of the k most likely tokens, best first."""
-        if self.head is not None and self.head.bias is None and k <= MOST_LIKELY:
-            kernel = kernel_for("head_topk", self.readout)
-            if kernel is not None and self.head.weight.dtype == self.readout.dtype:
-                logp, ids = kernel(self.readout.flatten(0, 1), self.head.weight, k)
-                shape = *self.readout.shape[:2], k
-                return logp.view(shape), ids.view(shape)
-        return top_logprobs(self.logits, k)
+        return head_topk(self.readout, self.head, k)
 
     def compact(self, index: Tensor) -> "DraftState":
         """The rows index [B'] only."""

@@ -32,7 +32,7 @@ ROOMS = [
     ],
     ["specdec.cli.hydra_settings"],
     ["specdec.cli.hydra_entry"],
-    ["specdec.kernels"],
+    ["specdec.ops"],
     ["specdec.model"],
     ["specdec.sampling"],
     ["specdec.contracts"],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
-from specdec.kernels import kernel_for
+from specdec.ops import kernel_for
 from specdec.recording import NOWHERE, Accepted, Recording
 from specdec.structs import DraftTree
 from specdec.trees.ancestors import ancestors_of

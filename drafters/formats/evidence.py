@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
-from specdec.sampling.likely import largest
+from specdec.ops.likely import largest
 
 BATCH_TOKENS = 4096  # of answers side by side, padding included
 PIECE = 512  # positions whose logits are made together

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec import kernels, ranks
+from specdec import ops, ranks
 from specdec.adaptive import Policy
 from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.auto import choose_tree
@@ -65,7 +65,7 @@ class Session:
         self.prompts = _encoded(self.target, prompts, args.raw)
         self.drafter = None if args.no_draft else models.load_drafter(self.target)
         if args.compile and self.target.device.type == "cuda":
-            kernels.use("torch")  # Inductor makes its own of torch's operators
+            ops.use("torch")  # Inductor makes its own of torch's operators
         shared = args.tp_plan is not None and ranks.world() > 1
         signals = SharedSignals if shared else StopSignals
         self.signals = signals("ending after this round; once more ends at once", insist=True)

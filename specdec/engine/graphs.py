@@ -21,7 +21,7 @@ from specdec.engine.compiled.backend import CompiledRounds, compiled_run
 from specdec.engine.compiled.build import compile_now
 from specdec.engine.round import Round
 from specdec.engine.static_batch import STEP, Backend, StaticBatch
-from specdec.kernels import backends
+from specdec.ops import backends
 
 ROOMS = [1024 * 4**k for k in range(16)]  # where a graph serves all bounds: few, as each room has a graph of its own
 WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries find their handles and workspaces
@@ -153,7 +153,7 @@ def compiling_backend(wanted: "bool | Backend | None", round_: Round, aside: boo
         return CompiledRounds(aside)
     if device.type == "cuda" and wanted in (True, None):
         if set(backends()) != {"torch"}:
-            raise ValueError("rounds are compiled of torch's operators only: call specdec.kernels.use('torch') before")
+            raise ValueError("rounds are compiled of torch's operators only: call specdec.ops.use('torch') before")
         return CudaGraphs(device, compiles=True)
     if device.type in ("cpu", "cuda"):
         raise ValueError(f"graphs={wanted} contradicts compile=True on the {device.type}")

@@ -13,7 +13,7 @@ from specdec.contracts import Drafter
 from specdec.engine.report import Reads
 from specdec.engine.round import Round
 from specdec.engine.static_batch import buckets
-from specdec.model.attention import shares_key_heads
+from specdec.ops.attention import shares_key_heads
 
 GIB = 2**30
 NOISE = 12  # bytes

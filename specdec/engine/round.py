@@ -22,8 +22,8 @@ from specdec.engine.report import Reads
 from specdec.engine.sequence import Masks
 from specdec.model.cache import KVCache
 from specdec.model.target import Target, check_taps
+from specdec.ops.likely import logprobs_of, top
 from specdec.sampling.draws import sample
-from specdec.sampling.likely import logprobs_of, top
 from specdec.sampling.noise import Noise, Seed, hashes_of
 from specdec.sampling.penalties import Penalties
 from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict, Verifier

@@ -181,7 +181,7 @@ class StaticBatch(StaticRows):
         """What rounds read that is not the batch's: the next cache or `reset` freezes modules anew, and a longer one
         lets tables of positions grow."""
         modules = [m for part in (self.round.target, self.round.drafter) if part is not None for m in part.modules()]
-        frozen = [vars(m).get(name) for m in modules for name in ("parts", "frozen")]
+        frozen = [vars(m).get(name) for m in modules for name in ("parts", "frozen", "adds")]
         buffers = [x for m in modules for x in m.buffers(recurse=False)]
         return [frozen, buffers, self.round.policy and dict(vars(self.round.policy))]
 

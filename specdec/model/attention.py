@@ -1,4 +1,4 @@
-"""Attention of a few new positions over a cache: one function for decoding, trees and prefill."""
+"""Attention over a cache, or of whole texts: what positions see, and the module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,104 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.kernels import kernel_for
-from specdec.model import native
 from specdec.model.cache import KVCache
-from specdec.model.cpu_attention import attend_add, attend_seen, seen_by
-from specdec.model.layers import Linear, RMSNorm
+from specdec.model.layers import Freezable, Linear, RMSNorm
+from specdec.ops.attention import attend_add, attend_causal, attend_grouped, tree_attention
+from specdec.ops.rope_write import rope_write, rotate
 
-
-def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
-    """Key slot s is visible to node i iff s < lens or ancestors[i, s - lens].
-
-    lens [B], ancestors [B,N,M] (bool, M scratch slots) -> [B,N,slots] bool.
-    """
-    b, n, m = ancestors.shape
-    slot, end = torch.arange(slots, device=lens.device), lens[:, None]
-    committed = (slot < end)[:, None].expand(b, n, slots)
-    scratch = (end + slot[:m]).clamp_(max=slots - 1)  # a row that is finished may lie behind all slots
-    return committed.scatter(2, scratch[:, None].expand(b, n, m), ancestors)
-
-
-def causal_mask(lens: Tensor, nodes: Tensor, slots: int) -> Tensor:
-    """The same where nodes [n], counted from lens, see all before them and themselves: -> [B,n,slots] bool."""
-    return torch.arange(slots, device=lens.device) <= (lens[:, None] + nodes)[..., None]
-
-
-def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
-    """Key slot s is at most window - 1 positions behind node i: lens [B], depth [B,N] -> [B,N,slots] bool.
-
-    A committed slot holds its own position, node j's slot the position lens + depth[j].
-    """
-    offset = torch.arange(slots, device=lens.device) - lens[:, None]  # [B,S]
-    behind = depth.gather(1, offset.clamp(0, depth.shape[1] - 1))
-    position = torch.where(offset < 0, offset, behind)  # counted from lens
-    return position[:, None] > depth[..., None] - window
-
-
-def packed_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """mask [B,N,S] bool -> what is added to scores, [B,1,groups*N,S]: 0 where visible, else -inf; the same for each of
-    the query heads that share a key head. Given a bool mask, torch's attention makes this anew in every layer."""
-    added = torch.full(mask.shape, -torch.inf, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
-    return torch.cat([added] * groups, 1).unsqueeze(1)
-
-
-def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """q [B,N,heads,Dh] over keys and values [B,K,S,Dh] -> [B,N,heads*Dh].
-
-    mask [B,1,groups*N,S], from `packed_mask`, or None if every slot is visible to every node. The query heads that
-    share a key head are packed along the node axis, so keys and values are never repeated. scale multiplies the
-    products of q and keys; None is Dh ** -0.5.
-    """
-    b, n, heads, dim = q.shape
-    kv_heads = keys.shape[1]
-    if n == 1:  # the same as below without five views, which take as long as the attention itself on the CPU
-        q = q.view(b, kv_heads, heads // kv_heads, dim)
-        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-        return out.reshape(b, 1, heads * dim)
-    groups = heads // kv_heads
-    packed = q.view(b, n, kv_heads, groups, dim).permute(0, 2, 3, 1, 4).reshape(b, kv_heads, groups * n, dim)
-    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
-    return out.view(b, kv_heads, groups, n, dim).permute(0, 3, 1, 2, 4).reshape(b, n, heads * dim)
-
-
-def shares_key_heads(q: Tensor, masked: bool) -> bool:
-    """Does torch's attention take queries [...,Dh] that share key heads without holding all their scores?
-
-    On a GPU only flash attention does, and it takes neither fp32 nor a mask nor wide heads. For the others torch falls
-    back to plain attention (https://github.com/pytorch/pytorch/pull/181528), so keys and values are repeated there.
-    """
-    return not q.is_cuda or not (masked or q.dtype == torch.float32 or q.shape[-1] > 256)
-
-
-def attend_grouped(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float | None = None
-) -> Tensor:
-    """torch's attention of q [B,heads,N,Dh] over k and v [B,K,S,Dh], heads/K query heads to a key head."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1 and not shares_key_heads(q, mask is not None):
-        k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1)
-
-
-def attend_causal(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, scale: float | None = None) -> Tensor:
-    """Self-attention of a fresh prompt: q [B,T,heads,Dh], k and v [B,T,K,Dh] -> [B,T,heads*Dh].
-
-    With a window a position sees itself and the window - 1 before it.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    length = q.shape[2]
-    if window is None or window >= length:
-        return attend_grouped(q, k, v, causal=True, scale=scale).transpose(1, 2).flatten(2)
-    pieces = []  # as many queries at once as the window is long, so that a mask never has T x T entries
-    for start in range(0, length, window):
-        first, end = max(0, start - window + 1), min(start + window, length)
-        rows = torch.arange(start, end, device=q.device)[:, None]
-        columns = torch.arange(first, end, device=q.device)
-        mask = (columns <= rows) & (columns > rows - window)
-        piece = q[:, :, start:end], k[:, :, first:end], v[:, :, first:end]
-        pieces.append(attend_grouped(*piece, mask, scale=scale))
-    return torch.cat(pieces, 2).transpose(1, 2).flatten(2)
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B,n,K,Dh] -> [B,n,heads*Dh]
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -120,47 +28,17 @@ def document_mask(documents: Tensor) -> Tensor:
     return (documents[:, :, None] == documents[:, None]) & (rows[:, None] >= rows)
 
 
-def bind_write(weight: Tensor, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Callable[..., Tensor] | None:
-    """What norms and rotates q and k and stores k and v in one pass: (rows, cos, sin, slots, keys, values) -> q, the
-    kernel `rope_write` or our own operator. None where there is neither. weight: that of q, k and v."""
-    if kernel := kernel_for("rope_write", weight):
-        if q_norm is None:
-            return kernel
-        gains = torch.stack([q_norm.weight, k_norm.weight])
-        return partial(kernel, gains=gains, eps=q_norm.eps, offset=q_norm.offset)
-    return native.bound("rope_write", weight, *_gains(q_norm, k_norm))
-
-
-def bind_add(
-    qkv: Linear, o: Linear, q_norm: RMSNorm | None, k_norm: RMSNorm | None
-) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Attention and the norm behind it in one call (`cpu_attention.attend_add`): (residual, x, norm, rope, view, layer)
-    -> residual + attention(x), and its norm. None where there is no such call. It serves views that have `seen`."""
-    if kernel_for("rope_write", qkv.weight) or kernel_for("rms_norm", qkv.weight):
-        return None
-    add = attend_add(qkv, o, *_gains(q_norm, k_norm))
-    if add is None:
-        return None
-    return lambda residual, x, norm, rope, view, layer: add(
-        residual, x, norm.weight, norm.eps, rope, view.cache, layer, view.slots, view.seen
-    )
-
-
-def _gains(q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> tuple[Tensor | None, float]:
-    """What normalised queries, and keys, are multiplied by [2,Dh], and the norms' eps."""
-    return (None, 0.0) if q_norm is None else (torch.stack([q_norm.gain(), k_norm.gain()]), q_norm.eps)
-
-
 class NoCache:
     """The view of a forward that keeps nothing: causal over its own positions, or, with a mask [B,T,T] bool, over what
     that shows of them. For training."""
-
-    seen = None  # our own operators do not serve
 
     def __init__(self, window: int | None = None, scale: float | None = None, mask: Tensor | None = None):
         self.window, self.scale, self.mask = window, scale, mask
         if mask is not None and window is not None:
             self.mask = mask & mask.new_ones(mask.shape[1:]).triu(1 - window)
+
+    def layer(self, index: int) -> Attend:
+        return partial(self.attend, index)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self.mask is None:
@@ -196,58 +74,140 @@ class CacheView:
         scale: float | None = None,
         slots: Tensor | None = None,
     ):
-        self.cache, self.scale, self.kernel, self.seen = cache, scale, None, None
+        self.cache, self.scale, self.fresh, self.seen = cache, scale, prefill, None
         self.slots = cache.slots_of(cache.places[offset : offset + n]) if slots is None else slots
-        self.fresh = prefill
-        self.first, self.visible = 0, min(cache.max_len + offset + n, cache.slots)
         # No position exceeds its slot, so a window of all visible slots hides nothing.
-        self.window = window if window is not None and window < self.visible else None
-        self.mask = None
-        if self.fresh:
-            return
-        if kernel := kernel_for("tree_attention", cache.layers[0]):
-            self.kernel = partial(
-                kernel,
-                lens=cache.lens,
-                ancestors=ancestors,
-                nodes=offset + n,
-                depth=None if ancestors is None else depth,
-                window=self.window,
-                scale=scale,
-                slots=cache.max_len,
-            )
-            return
-        if self.window is None and (seen := seen_by(cache, n, offset + n, ancestors, scale)):
-            self.seen = seen
-            return
-        if n == 1 and ancestors is None and cache.batch == 1:
-            self.first = self.visible - (self.window or self.visible)
-            return
-        if ancestors is None:
-            mask = causal_mask(cache.lens, cache.places[offset : offset + n], self.visible)
-        else:
-            mask = tree_mask(cache.lens, ancestors, self.visible)
-        if self.window is not None:
-            mask &= window_mask(cache.lens, depth, self.visible, self.window)
-        self.mask = packed_mask(mask, groups, cache.layers[0].dtype)
+        hides = window is not None and window < min(cache.max_len + offset + n, cache.slots)
+        self.window = window if hides else None
+        if not prefill:
+            self.attention, self.seen = tree_attention(
+                cache.layers[0], cache.lens, cache.places, n, offset + n, ancestors, depth, cache.max_len, groups,
+                self.window, scale,
+            )  # fmt: skip
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B,n,heads,Dh], k and v [B,n,K,Dh] -> [B,n,heads*Dh]; k and v are stored."""
-        self.cache.write(layer, self.slots, k, v)
-        return attend_causal(q, k, v, self.window, self.scale) if self.fresh else self._attend(layer, q)
+    def layer(self, index: int) -> "CacheView":
+        """Turn the view to a layer and return it. Until the next call it is the `Attend` of this layer: one object for
+        all layers takes less time in small models."""
+        self.index, self.flat, self.heads = index, self.cache.flat[index], self.cache.heads[index]
+        return self
 
-    def attend_rows(
-        self, layer: int, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]
-    ) -> Tensor:
-        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, by what `bind_write` gave."""
-        q = write(rows, *rope, self.slots, *self.cache.flat[layer])
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend, and store k and v."""
+        self.cache.write(self.index, self.slots, k, v)
+        return attend_causal(q, k, v, self.window, self.scale) if self.fresh else self.attention(q, *self.heads)
+
+    def of_rows(self, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]) -> Tensor:
+        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, by what `rope_write` gives."""
+        q = write(rows, *rope, self.slots, *self.flat)
         if self.fresh:  # a prompt attends to its own positions
-            return attend_causal(q, *self.cache.layers[layer][:, :, : q.shape[1]], self.window, self.scale)
-        return self._attend(layer, q)
+            return attend_causal(q, *self.cache.layers[self.index][:, :, : q.shape[1]], self.window, self.scale)
+        return self.attention(q, *self.heads)
 
-    def _attend(self, layer: int, q: Tensor) -> Tensor:
-        if self.seen is not None:
-            return attend_seen(q, *self.cache.heads[layer], self.seen)
-        if self.kernel is not None:
-            return self.kernel(q, *self.cache.heads[layer])
-        return attend(q, *self.cache.read(layer, self.first, self.visible - self.first), self.mask, self.scale)
+
+class Attention(Freezable):
+    """Grouped-query self-attention over x [B*n,H] or [B,n,H]; the rows of q, k and v lie in one matrix, in this
+    order."""
+
+    adds: dict[RMSNorm, Callable[..., tuple[Tensor, Tensor]]]  # by the norm that follows, while the module is frozen
+
+    def __init__(
+        self,
+        shape,
+        width: int,
+        bias: bool = False,
+        qk_norm: bool = False,
+        gate: bool = False,
+        rotary_dim: int | None = None,
+        *,
+        o_bias: bool = False,
+        norm: type[RMSNorm] = RMSNorm,
+    ):
+        """shape: has `hidden`, `heads`, `kv_heads`, `head_dim` and `eps`. width: of x. gate: each query head has a gate
+        of its size for the head's output (Qwen3-Next). rotary_dim: only so many of a head's dimensions are rotated
+        (GLM-4.5, Qwen3-Next)."""
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.gate, self.rotary_dim = gate, rotary_dim or shape.head_dim
+        rows = shape.heads * (2 if gate else 1) + 2 * shape.kv_heads
+        self.qkv = Linear(width, rows * shape.head_dim, bias=bias)
+        self.o = Linear(shape.heads * shape.head_dim, shape.hidden, bias=o_bias)
+        self.q_norm = norm(shape.head_dim, shape.eps) if qk_norm else None
+        self.k_norm = norm(shape.head_dim, shape.eps) if qk_norm else None
+
+    @property
+    def whole(self) -> bool:
+        """Heads are rotated as a whole, and have no gates: calls of several operators know no others."""
+        return not self.gate and self.rotary_dim == self.head_dim
+
+    def freeze(self) -> None:
+        super().freeze()
+        self.adds = {}
+
+    def bind(self) -> Callable[..., Tensor]:
+        """Return the function (x, rope, attend) -> attention(x)."""
+        return self._bind(self.qkv.bind(), self.o.bind())
+
+    def forward(self, *inputs) -> Tensor:
+        if self.frozen is None and torch.is_grad_enabled():  # autocast keeps what it makes of a module's weight
+            return self._bind(self.qkv, self.o)(*inputs)
+        return super().forward(*inputs)
+
+    def _bind(self, qkv: Callable[[Tensor], Tensor], o: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        dim, spread = self.head_dim, self._bind_heads()
+        write = rope_write(self.qkv.weight, self.q_norm, self.k_norm) if self.whole else None
+
+        def attention(x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+            rows = qkv(x if x.ndim == 2 else x.flatten(0, -2))
+            if write is not None and isinstance(attend, CacheView):
+                out = attend.of_rows(rows.view(len(rows), -1, dim), rope, write)
+            else:
+                out = spread(rows.view(*rope[0].shape[:2], -1, dim), rope, attend)
+            out = o(out.flatten(0, 1))
+            return out if x.ndim == 2 else out.view(*x.shape[:-1], -1)
+
+        return attention
+
+    def _bind_heads(self) -> Callable[..., Tensor]:
+        """Return what is between the two products: rows [B,n,heads,Dh] of q, k and v -> [B,n,heads*Dh]."""
+        heads, kv_heads, gated, some = self.heads, self.kv_heads, self.gate, self.rotary_dim
+        q_norm, k_norm = (norm and norm.bind() for norm in (self.q_norm, self.k_norm))
+        q_rows, part = heads * (2 if gated else 1), some < self.head_dim
+
+        def attention(rows: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+            if q_norm is None and not gated:
+                qk, v = rows.split_with_sizes([heads + kv_heads, kv_heads], dim=2)
+            else:
+                q, k, v = rows.split_with_sizes([q_rows, kv_heads, kv_heads], dim=2)
+                if gated:
+                    q, gate = q.unflatten(2, (heads, 2)).unbind(3)
+                if q_norm is not None:
+                    q, k = q_norm(q), k_norm(k)
+                qk = torch.cat([q, k], dim=2)
+            turned = rotate(qk[..., :some] if part else qk, *rope)
+            qk = torch.cat([turned, qk[..., some:]], dim=-1) if part else turned
+            out = attend(*qk.split_with_sizes([heads, kv_heads], dim=2), v)
+            return out * gate.flatten(2).sigmoid() if gated else out
+
+        return attention
+
+    def add(
+        self, residual: Tensor, x: Tensor, norm: RMSNorm, rope: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """residual + attention(x), and its norm."""
+        if self.frozen is None:
+            return norm(self(x, rope, attend), residual)
+        if norm not in self.adds:
+            self.adds[norm] = self.bind_add(norm)
+        return self.adds[norm](residual, x, rope, attend)
+
+    def bind_add(self, norm: RMSNorm) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Return the function (residual, x, rope, attend) -> residual + attention(x), and its norm."""
+        attention, add_norm = self.frozen or self.bind(), norm.bind()
+        own = attend_add(self.qkv, self.o, self.q_norm, self.k_norm, norm) if self.whole else None
+
+        def add(residual: Tensor, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
+            if own is not None and attend.__class__ is CacheView and attend.seen is not None and x.ndim == 2:
+                return own(residual, x, rope, attend.slots, attend.flat, attend.heads, attend.seen)
+            return add_norm(attention(x, rope, attend), residual)
+
+        return add

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.kernels import kernel_for
-from specdec.model import native
+from specdec.ops.commit import commit
 from specdec.structs import Survivors
 
 
@@ -32,17 +31,12 @@ class KVCache:
         shape = (2, rows, slots, kv_heads, head_dim)
         self.memory = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
         self.slots, self.shape, self.like = slots, (kv_heads, head_dim), like.new_empty(0)
-        # Flat views of all rows: keys and values together [2,R*S,K*Dh], and apart, each [R*S,K*Dh].
-        self.rows = [kv.view(2, rows * slots, -1) for kv in self.memory]
-        self.flat = [both.unbind() for both in self.rows]
+        self.flat = [kv.view(2, rows * slots, -1).unbind() for kv in self.memory]  # keys and values, each [R*S,K*Dh]
         self.places = torch.arange(slots, device=like.device)
         self.all_lens = torch.zeros(rows, dtype=torch.int64, device=like.device)
         self.all_starts = torch.arange(rows, device=like.device)[:, None] * slots  # made once: graphs read it
         self.max_len = 0
-        self.move = kernel_for("commit", like)
-        self.own_move = self.move is None and like.device.type == "cpu" and native.has_rows()
-        if self.move is not None:
-            self.addresses = torch.tensor([kv.data_ptr() for kv in self.memory], device=like.device)
+        self.move = commit(self.memory)
         self._use(0, rows)
 
     def _use(self, first: int, count: int) -> None:
@@ -133,14 +127,7 @@ class KVCache:
 
     def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
         """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= max_len."""
-        if self.move is not None:
-            self.move(self.addresses, self.layers[0], self.lens, path, n)
-        elif self.own_move:
-            torch.ops.specdec_rows.commit.default._op(self.memory, self.lens, path, n)
-        elif path.shape[1] > 1:
-            source, destination = self.slots_of(path[:, 1:]), self.slots_of(self.places[1 : path.shape[1]])
-            for rows in self.rows:
-                rows.index_copy_(1, destination, rows.index_select(1, source))
+        self.move(self.lens, path, n)
         self.advance(n, max_len)
 
     def advance(self, n: Tensor, max_len: int) -> None:

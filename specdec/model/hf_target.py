@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from specdec.model.archs import ModelConfig
-from specdec.model.attention import document_mask, document_positions, tree_mask, window_mask
+from specdec.model.attention import document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.hf_cache import SlotCache, Traced, read_states, take_over, trace
 from specdec.model.hf_check import check
@@ -23,6 +23,7 @@ from specdec.model.hf_experts import ExpertWatch
 from specdec.model.hf_place import weight_of
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
 from specdec.model.rope import Rope
+from specdec.ops.attention import tree_mask, window_mask
 
 NEEDED = ("attention_mask", "position_ids", "logits_to_keep")
 RECURRENT = ("linear_attention", "conv")  # types of layers that take no mask of ours

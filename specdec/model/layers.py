@@ -1,16 +1,15 @@
 """The pieces that target and drafters share: RMSNorm, rotary positions, the gated MLP, and row-wise linear maps."""
 
-import functools
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.kernels import kernel_for
-from specdec.model import native
-from specdec.model.cpu_linear import check_int8, gated_mlp, gated_mlp_add, linear
+from specdec.ops.gated import gated_mlp, gated_mlp_add
+from specdec.ops.linear import check_int8, linear
+from specdec.ops.rms_norm import norm_pair, rms_norm
 
 
 class Freezable(nn.Module):
@@ -64,79 +63,18 @@ def round_weights(drafter: nn.Module) -> None:
             module.int8 = True
 
 
-@functools.cache
-def constant(value: float, dtype: torch.dtype) -> Tensor:
-    """A scalar tensor on the CPU, made once: also for autograd, whoever asks first."""
-    with torch.inference_mode(False):
-        return torch.tensor(value, dtype=dtype)
-
-
 class RMSNorm(Freezable):
-    """y = x / sqrt(mean(x^2) + eps) * weight, with the statistics in fp32, or finer, as transformers does."""
+    """y = x / sqrt(mean(x^2) + eps) * weight. With a residual it gives the sum of both, and the norm of that."""
 
     offset = False  # the weight is stored less 1
-    frozen_add: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     def __init__(self, size: int, eps: float):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def freeze(self) -> None:
-        super().freeze()
-        self.frozen_add = self.bind_add()
-
-    def unfreeze(self) -> None:
-        super().unfreeze()
-        self.frozen_add = None
-
-    def bind(self) -> Callable[[Tensor], Tensor]:
-        if kernel := kernel_for("rms_norm", self.weight):
-            return partial(kernel, weight=self.weight, eps=self.eps, offset=self.offset)
-        return self.bind_eager()
-
-    def bind_add(self) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(x, y) -> x + y, and its norm."""
-        if kernel := kernel_for("rms_norm", self.weight):
-            weight, eps, offset = self.weight, self.eps, self.offset
-            return lambda x, y: kernel(y, weight, eps, offset, residual=x)
-        if not self.offset and (own := native.bound("add_norm", self.weight, self.weight, self.eps)):
-            return own
-        norm = self.bind_eager()
-
-        def add_norm(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            x = x + y
-            return x, norm(x)
-
-        return add_norm
-
-    def add(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """x + y, and its norm."""
-        if self.frozen_add is not None:
-            return self.frozen_add(x, y)
-        x = x + y
-        return x, self(x)
-
-    def bind_eager(self) -> Callable[[Tensor], Tensor]:
-        if own := native.bound("rms_norm", self.weight, self.weight, self.eps):
-            return own
-        weight, normalise = self.weight, self.bind_normalise()
-        return lambda x: normalise(x).to(x.dtype) * weight
-
-    def bind_normalise(self) -> Callable[[Tensor], Tensor]:
-        """x -> x / sqrt(mean(x^2) + eps), in fp32 or finer."""
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        device, share = self.weight.device, 1 / len(self.weight)
-        # On a GPU it is filled there, each time: a copy would synchronise, and a kept one might belong to a CUDA graph.
-        on_cpu = device.type == "cpu"
-        epsilon = constant(self.eps, wide) if on_cpu else torch.full((), self.eps, dtype=wide, device=device)
-
-        def normalise(x: Tensor) -> Tensor:
-            x = x.to(wide)
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)  # fewer operators than `F.rms_norm` on the CPU
-            return x * torch.addcmul(epsilon, length, length, value=share).rsqrt_()
-
-        return normalise
+    def bind(self) -> Callable[..., Any]:
+        return rms_norm(self.weight, self.eps, self.offset)
 
     def gain(self) -> Tensor:
         """[size], what a normalised vector is multiplied by."""
@@ -152,12 +90,19 @@ class OffsetRMSNorm(RMSNorm):
         super().__init__(size, eps)
         nn.init.zeros_(self.weight)
 
-    def bind_eager(self) -> Callable[[Tensor], Tensor]:
-        gain, normalise = self.gain(), self.bind_normalise()
-        return lambda x: (normalise(x) * gain).to(x.dtype)
-
     def gain(self) -> Tensor:
         return 1 + self.weight.float()
+
+
+class NormPair(Freezable):
+    """The norms of two inputs, side by side. The norms are parts of another module."""
+
+    def __init__(self, first: RMSNorm, second: RMSNorm):
+        super().__init__()
+        self.norms = first, second
+
+    def bind(self) -> Callable[[Tensor, Tensor], Tensor]:
+        return norm_pair(*self.norms)
 
 
 class LinearMap(Freezable):
@@ -187,12 +132,6 @@ class Linear(LinearMap, nn.Linear):
     """nn.Linear, as a `LinearMap`."""
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
-
-
 class GatedMLP(Freezable):
     """down(act(gate(x)) * up(x)). Gate and up lie in one matrix, gate rows first. Bound, it takes rows [R,H]."""
 
@@ -203,29 +142,11 @@ class GatedMLP(Freezable):
         self.down = Linear(intermediate, hidden, bias=bias)
 
     def bind(self) -> Callable[[Tensor], Tensor]:
-        gate_up, down, activation = self.gate_up.bind(), self.down.bind(), ACTIVATIONS[self.activation]
-        if kernel := kernel_for("gated", self.gate_up.weight):
-            name = self.activation
-            return lambda x: down(kernel(gate_up(x), name))
-
-        if own := gated_mlp(self.gate_up, self.down, self.activation, self.gate_up.int8):
-            return own
-        halves = [self.down.in_features] * 2
-
-        def mlp(x: Tensor) -> Tensor:
-            gate, up = gate_up(x).split_with_sizes(halves, dim=-1)  # 4 us less than `chunk`
-            return down(activation(gate) * up)
-
-        return mlp
+        return gated_mlp(self.gate_up, self.down, self.activation)
 
     def bind_add(self, norm: RMSNorm) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(x, normed) -> x + mlp(normed), and its norm."""
-        parts = self.gate_up, self.down, self.activation, norm.weight, norm.eps
-        plain = norm.offset or kernel_for("rms_norm", norm.weight) or kernel_for("gated", norm.weight)
-        if not plain and (own := gated_mlp_add(*parts)):
-            return own
-        mlp, add_norm = self.bind(), norm.bind_add()
-        return lambda x, normed: add_norm(x, mlp(normed))
+        """Return the function (x, normed) -> x + mlp(normed), and its norm."""
+        return gated_mlp_add(self.gate_up, self.down, self.activation, norm)
 
     def forward(self, x: Tensor) -> Tensor:
         mlp = self.frozen or self.bind()

@@ -1,4 +1,4 @@
-"""Rotary positions: what a config says about them, the tables of cos and sin, and the rotation."""
+"""Rotary positions: what a config says about them, and the tables of cos and sin."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from specdec.model import native
 
 
 @dataclass(frozen=True)
@@ -79,10 +77,3 @@ class RopeTable(nn.Module):
         """positions [B,N] -> cos, sin [B,N,1,Dh], views of one tensor."""
         cos, sin = F.embedding(positions, self.table).unsqueeze(2).split_with_sizes([self.head_dim] * 2, dim=-1)
         return cos, sin
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B,N,heads,Dh] with tables [B,N,1,Dh] whose sin has its first half negated."""
-    if native.serves(x) and x.stride(-1) == 1:
-        return torch.ops.specdec_rows.rotate.default._op(x, cos, sin)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

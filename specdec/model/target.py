@@ -6,62 +6,20 @@ import torch
 from torch import Tensor, nn
 
 from specdec.model.archs import ModelConfig
-from specdec.model.attention import CacheView, NoCache, bind_add, bind_write, document_mask, document_positions
+from specdec.model.attention import Attend, Attention, CacheView, NoCache, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import Freezable, GatedMLP, Linear, OffsetRMSNorm, RMSNorm
-from specdec.model.rope import RopeTable, rotate
+from specdec.model.layers import GatedMLP, Linear, OffsetRMSNorm, RMSNorm
+from specdec.model.rope import RopeTable
 
 Function = Callable[..., Tensor]
 
 
+def norm_class(config: ModelConfig) -> type[RMSNorm]:
+    return OffsetRMSNorm if config.norm_offset else RMSNorm
+
+
 def make_norm(size: int, config: ModelConfig) -> RMSNorm:
-    return (OffsetRMSNorm if config.norm_offset else RMSNorm)(size, config.eps)
-
-
-class Attention(Freezable):
-    """Grouped-query self-attention over x [B*N,H]; q, k and v rows lie in one matrix, in this order."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        rows = (config.heads + 2 * config.kv_heads) * config.head_dim
-        self.qkv = Linear(config.hidden, rows, bias=config.qkv_bias)
-        self.o = Linear(config.heads * config.head_dim, config.hidden, bias=config.o_bias)
-        self.q_norm = make_norm(config.head_dim, config) if config.qk_norm else None
-        self.k_norm = make_norm(config.head_dim, config) if config.qk_norm else None
-
-    def bind(self) -> Callable[..., Tensor]:
-        qkv, o, dim = self.qkv.bind(), self.o.bind(), self.head_dim
-        q_heads, kv_heads = self.heads, self.kv_heads
-        q_norm, k_norm = (norm and norm.bind() for norm in (self.q_norm, self.k_norm))
-        write = bind_write(self.qkv.weight, self.q_norm, self.k_norm)
-
-        def attention(x: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int) -> Tensor:
-            rows = qkv(x)
-            if write is not None and isinstance(view, CacheView):
-                return o(view.attend_rows(layer, rows.view(len(rows), -1, dim), rope, write).flatten(0, 1))
-            heads = rows.view(*rope[0].shape[:2], -1, dim)
-            if q_norm is None:
-                qk, v = heads.split_with_sizes([q_heads + kv_heads, kv_heads], dim=2)
-            else:
-                q, k, v = heads.split_with_sizes([q_heads, kv_heads, kv_heads], dim=2)
-                qk = torch.cat([q_norm(q), k_norm(k)], dim=2)
-            q, k = rotate(qk, *rope).split_with_sizes([q_heads, kv_heads], dim=2)
-            return o(view.attend(layer, q, k, v).flatten(0, 1))
-
-        return attention
-
-    def bind_add(self, norm: RMSNorm) -> Callable[..., tuple[Tensor, Tensor]]:
-        """(x, normed, ...) -> x + attention(normed), and its norm."""
-        attention, add_norm = self.bind(), norm.bind_add()
-        own = None if norm.offset else bind_add(self.qkv, self.o, self.q_norm, self.k_norm)
-
-        def add(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int):
-            if own is not None and view.seen is not None:
-                return own(x, normed, norm, rope, view, layer)
-            return add_norm(x, attention(normed, rope, view, layer))
-
-        return add
+    return norm_class(config)(size, config.eps)
 
 
 class Block(nn.Module):
@@ -71,7 +29,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.input_norm = make_norm(config.hidden, config)
-        self.attention = Attention(config)
+        how = {"o_bias": config.o_bias, "norm": norm_class(config)}
+        self.attention = Attention(config, config.hidden, config.qkv_bias, config.qk_norm, **how)
         self.post_norm = make_norm(config.hidden, config)
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
 
@@ -79,8 +38,8 @@ class Block(nn.Module):
         """(hidden state, its norm, ...) -> (the next hidden state, what `following` makes of it)."""
         add_attention, add_mlp = self.attention.bind_add(self.post_norm), self.mlp.bind_add(following)
 
-        def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int):
-            return add_mlp(*add_attention(x, normed, rope, view, layer))
+        def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
+            return add_mlp(*add_attention(x, normed, rope, attend))
 
         return block
 
@@ -97,11 +56,11 @@ class SandwichBlock(Block):
         attention, attention_norm, mlp, mlp_norm = (
             part.bind() for part in (self.attention, self.attention_norm, self.mlp, self.mlp_norm)
         )
-        add_norm, add_following = self.post_norm.bind_add(), following.bind_add()
+        add_norm, add_following = self.post_norm.bind(), following.bind()
 
-        def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], view: CacheView | NoCache, layer: int):
-            x, normed = add_norm(x, attention_norm(attention(normed, rope, view, layer)))
-            return add_following(x, mlp_norm(mlp(normed)))
+        def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
+            x, normed = add_norm(attention_norm(attention(normed, rope, attend)), x)
+            return add_following(mlp_norm(mlp(normed)), x)
 
         return block
 
@@ -254,7 +213,8 @@ class Target(nn.Module):
         x = embed(tokens.flatten())  # [B*N,H]
         states, normed = {0: x} if 0 in taps else {}, norm(x)
         for layer, (block, kind) in enumerate(layers):
-            x, normed = block(x, normed, *kinds[kind], layer)
+            rope, view = kinds[kind]
+            x, normed = block(x, normed, rope, view.layer(layer))
             if layer + 1 in taps:
                 states[layer + 1] = x
         states[len(layers)] = x = normed

@@ -1,10 +1,9 @@
 """Draws from a distribution, by a row's noise and without synchronisation."""
 
-import torch
 from torch import Tensor
 
-from specdec.kernels import kernel_for
-from specdec.model import native
+from specdec.ops import kernel_for
+from specdec.ops.likely import first_largest
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import PENALTIES, Sampling, SamplingBatch
@@ -26,9 +25,7 @@ def sample(
     """The token behind each node: logits [B,N,V] of nodes of depth [B,N] -> [B,N] int64. Without depth, one node of
     each depth. noise: not needed at temperature 0."""
     if isinstance(sampling, Sampling) and sampling.greedy:
-        if native.serves(logits):
-            return torch.ops.specdec_rows.largest.default._op(logits)
-        return logits.max(-1).indices  # the first of equals, as `argmax`, in a third of its time on the CPU
+        return first_largest(logits)
     shared = isinstance(sampling, Sampling) and sampling.active <= IN_KERNEL
     if shared and (kernel := kernel_for("filtered_sampling", logits)):
         filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from specdec import kernels
+from specdec import ops
 from specdec.adaptive import Survival
 from specdec.calibrate import HELP, Crowd, adaptive_engine, prepare
 from specdec.cli.errors import one_sentence_errors
@@ -177,7 +177,7 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
     target = target or models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
-        kernels.use("torch")  # as for `specdec generate`
+        ops.use("torch")  # as for `specdec generate`
     how = {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
     how |= {"children": args.children, "prefixes": args.prefix_cache << 20}
     reads = Reads.TOKENS if args.trace is None else Recorder.reads

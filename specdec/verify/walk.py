@@ -5,7 +5,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from specdec.model import native
+from specdec.ops import native
 from specdec.sampling.draws import draw
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import DraftTree, Verdict
@@ -45,7 +45,7 @@ def follow(tree: DraftTree, drawn: Tensor) -> Verdict:
     """drawn [B,N], the token behind each node: the path from the root on whose every node carries what was drawn behind
     its parent is accepted, and behind each node of it comes its draw."""
     if drawn.device.type == "cpu" and native.has_rows():
-        path, n, tokens = torch.ops.specdec_rows.follow.default._op(tree.tokens, tree.parents, drawn, tree.steps)
+        path, n, tokens = native.operator("follow")(tree.tokens, tree.parents, drawn, tree.steps)
         return Verdict(path=path, n=n, tokens=tokens)
     # Siblings carry different tokens, so what is alive is one path.
     path, n = path_of(tree, alive(tree, tree.tokens == drawn.gather(1, tree.parents)))

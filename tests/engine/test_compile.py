@@ -14,8 +14,9 @@ from specdec.cli import generate
 from specdec.engine.compiled import aside, build
 from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
-from specdec.model import cpu_linear, native
 from specdec.model_settings import ModelSettings
+from specdec.ops import linear as cpu_linear
+from specdec.ops import native
 from specdec.serve import serve_command
 from specdec.structs import Sampling
 from specdec.trees import Chain

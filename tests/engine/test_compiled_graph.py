@@ -10,10 +10,11 @@ from test_graphs import SHORT, parts
 
 from specdec.drafters import ngram
 from specdec.engine import graphs
-from specdec.engine.compiled import build, rewrite
+from specdec.engine.compiled import build
 from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
 from specdec.model.target import Target
+from specdec.ops.likely import LOOPS
 from specdec.trees import Chain
 
 
@@ -40,7 +41,7 @@ def run_of(function, kept=()):
 @pytest.mark.parametrize("keepdim", [True, False])
 def test_the_largest_and_its_place(keepdim):
     """The first of equal numbers counts. With nan among them the place is one that exists."""
-    x = torch.randn(3, 4, rewrite.MANY)
+    x = torch.randn(3, 4, LOOPS)
     x[0, 0, 7] = x[0, 0, 500] = 9
     x[1] = -torch.inf
     run = run_of(lambda _: x.max(-1, keepdim))
@@ -48,7 +49,7 @@ def test_the_largest_and_its_place(keepdim):
     assert torch.equal(value, x.max(-1, keepdim).values)
     assert torch.equal(place, x.max(-1, keepdim).indices)
     x[0, 1] = torch.nan
-    assert 0 <= run(8)[1].flatten()[1] < rewrite.MANY
+    assert 0 <= run(8)[1].flatten()[1] < LOOPS
 
 
 def test_graphs_of_any_bound():
@@ -102,5 +103,5 @@ def test_what_cannot_be_compiled_is_said(monkeypatch):
     with pytest.raises(ValueError, match=r"for CPUs and NVIDIA's GPUs, and the target is on the mps"):
         Engine(target, compile=True)
     monkeypatch.setattr(Target, "device", torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"call specdec\.kernels\.use\('torch'\) before"):
+    with pytest.raises(ValueError, match=r"call specdec\.ops\.use\('torch'\) before"):
         Engine(target, compile=True)

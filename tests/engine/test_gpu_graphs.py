@@ -8,7 +8,7 @@ import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from test_overlap import SAMPLED, assert_same, outcome
 
-from specdec import kernels
+from specdec import ops
 from specdec.engine import graphs, overlap, static_batch
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, free_bytes, has_fused_attention, plan, unused_bytes
@@ -76,7 +76,7 @@ def test_every_bucket(monkeypatch):
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_rounds_that_are_compiled_first(drafter, sampling):
     """Of torch's operators: Triton's kernels are none of Inductor's graphs."""
-    kernels.use("torch")
+    ops.use("torch")
     try:
         pair = parts(drafter)
         compiled = Engine(*pair, compile=True)
@@ -84,7 +84,7 @@ def test_rounds_that_are_compiled_first(drafter, sampling):
             told = [outcome(engine, sampling=sampling, seed=seed) for engine in (compiled, launching(*pair))]
             assert_same(*told)
     finally:
-        kernels.use("auto")
+        ops.use("auto")
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])

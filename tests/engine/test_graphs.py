@@ -11,7 +11,7 @@ from helpers import BLOCKS, DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from tape import Interpreted, Tape
 from test_overlap import SAMPLED, assert_same, outcome
 
-from specdec import kernels
+from specdec import ops
 from specdec.cli import generate as command
 from specdec.cli import session
 from specdec.contracts import Drafter
@@ -133,10 +133,10 @@ def test_a_graph_serves_all_that_fits_and_no_more(monkeypatch):
     target.norm.weight = torch.nn.Parameter(target.norm.weight.detach() * 1.5)
     assert captures_for() == 1
     try:
-        kernels.use("torch", "commit")
+        ops.use("torch", "commit")
         assert captures_for() == 1
     finally:
-        kernels.use("auto")
+        ops.use("auto")
 
 
 class Forgetful(type(tiny_drafter(tiny_target()))):

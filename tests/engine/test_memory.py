@@ -17,9 +17,9 @@ from specdec.engine import memory
 from specdec.engine.engine import Engine
 from specdec.engine.memory import GIB, SMALL, Plan, Request, check, free_bytes, plan
 from specdec.engine.round import Round
-from specdec.model import attention
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
+from specdec.ops import attention
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import make_verifier, sample_and_match

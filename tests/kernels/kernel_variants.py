@@ -24,14 +24,14 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from specdec import kernels
+from specdec import ops
 from specdec.drafters import eagle3
 from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
-from specdec.kernels import filtered_sampling, tree_attention
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target
+from specdec.ops.cuda import filtered_sampling, tree_attention
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
 from specdec.trees.dynamic import best_tree, next_level
@@ -55,8 +55,8 @@ class Compiler:
     def forget(self) -> None:
         """Begin anew, as a new process does."""
         self.calls.clear()
-        for name in kernels.KERNELS:
-            for kernel in vars(importlib.import_module(f"specdec.kernels.{name}")).values():
+        for name in ops.KERNELS:
+            for kernel in vars(importlib.import_module(f"specdec.ops.cuda.{name}")).values():
                 if isinstance(kernel, JITFunction):
                     kernel.device_caches.clear()
 
@@ -86,7 +86,7 @@ RESULTS["tree_level"] = lambda scores, *rest: next_level(torch.eye(scores.shape[
 
 @functools.cache
 def load(name: str, on_gpu: bool) -> Callable:
-    launch = importlib.import_module(f"specdec.kernels.{name}").launch
+    launch = importlib.import_module(f"specdec.ops.cuda.{name}").launch
     if name not in RESULTS:
         return launch
 
@@ -101,8 +101,8 @@ def pretend(compiler: Compiler) -> None:
     """Let tensors on the CPU take the kernels, as on a GPU."""
     knobs.runtime.jit_cache_hook = compiler.hook
     driver.set_active(TargetOnly())
-    kernels._load = load
-    kernels.use("triton")
+    ops._load = load
+    ops.use("triton")
     tree_attention.processors = filtered_sampling.processors = lambda device: PROCESSORS
     torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
 

@@ -33,11 +33,11 @@ def lines_of(script: str, folder, *arguments: str) -> list[dict]:
 def test_every_kernel_compiles_and_fits(tmp_path, whole):
     """Nothing spills, products of bf16 run on the tensor cores, and as many programs are resident as parts are made
     for. All cases with --whole, otherwise the first ones that launch each kernel."""
-    from specdec.kernels import filtered_sampling, tree_attention
+    from specdec.ops.cuda import filtered_sampling, tree_attention
 
     compiled = lines_of("kernel_compile.py", tmp_path, *(() if whole else ("--few",)))
     defined = set()
-    for path in (ROOT / "specdec" / "kernels").glob("*.py"):
+    for path in (ROOT / "specdec" / "ops" / "cuda").glob("*.py"):
         text = path.read_text(encoding="utf-8")
         names = re.findall(r"\n@triton\.jit(?:\([^)]*\))?\ndef (\w+)", text)
         assert len(names) == text.count("@triton.jit")

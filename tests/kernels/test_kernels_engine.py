@@ -12,22 +12,21 @@ from kernel_cases import on_devices
 from test_conf_matrix import NAMES, fresh_drafter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specdec import kernels
+from specdec import ops
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.ngram import NGram
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, TracedTree
-from specdec.kernels import kernel_for
-from specdec.model import native
 from specdec.model.target import Target
+from specdec.ops import kernel_for, native
 from specdec.trees import Chain, DynamicTree
 
 
 @pytest.fixture
 def triton_everywhere():
-    kernels.use("triton")
+    ops.use("triton")
     yield
-    kernels.use("auto")
+    ops.use("auto")
 
 
 FAMILIES = {
@@ -50,9 +49,9 @@ def test_greedy_text_is_the_same(device, family, triton_everywhere):
             parameter.normal_(std=0.25)
     target.to(device)
     engine = Engine(target, DRAFTERS["eagle3"](target).to(device), DynamicTree(2, 2, 4))
-    kernels.use("torch")
+    ops.use("torch")
     wanted = engine.generate([[3, 5, 7, 2]], max_new_tokens=4).rows[0]
-    kernels.use("triton")
+    ops.use("triton")
     got = engine.generate([[3, 5, 7, 2]], max_new_tokens=4).rows[0]
     assert got.tokens == wanted.tokens
     assert got.trace.accepted == wanted.trace.accepted
@@ -74,7 +73,7 @@ def test_a_draft_model_sees_the_levels_before(device, tree, sliding, triton_ever
     engine = Engine(target, DraftModel(target), tree)
     told = []
     for backend in ("torch", "triton"):
-        kernels.use(backend)
+        ops.use(backend)
         told.append(engine.generate(prompts, max_new_tokens=11, eos=frozenset()).rows)
     assert [row.trace for row in told[0]] == [row.trace for row in told[1]]
     if isinstance(tree, Chain):
@@ -112,7 +111,7 @@ def test_every_drafter_drafts_the_same(device, name, tree, windowed_target, trit
     engine = Engine(target, drafter, tree)
     told = []
     for backend in ("torch", "triton"):
-        kernels.use(backend)
+        ops.use(backend)
         recorder = Recorder()
         engine.generate([[3, 5, 7, 3, 5, 7]], max_new_tokens=7, eos=frozenset(), observer=recorder)
         rounds = recorder.trace.rows[0].rounds
@@ -145,7 +144,7 @@ def test_residuals_are_added_in_the_norms(device, family, triton_everywhere, mon
     with Sums() as sums:
         _, feats = target(tokens, cache, taps=(0, 1, 2))
     assert (3, target.config.hidden) not in sums.shapes
-    kernels.use("torch")
+    ops.use("torch")
     monkeypatch.setattr(native, "has_rows", lambda: False)  # our own on the CPU add there too
     with Sums() as sums:
         _, wanted = target(tokens, target.new_cache(1, 16), taps=(0, 1, 2))
@@ -161,12 +160,12 @@ def test_cpu_tensors_gradients_and_autocast_go_to_torch(triton_everywhere):
         assert kernel_for("rms_norm", weight) is not None
         with torch.autocast("cpu"):
             assert kernel_for("rms_norm", weight) is None
-        kernels.use("auto")
+        ops.use("auto")
         assert kernel_for("rms_norm", weight) is None
 
 
 def test_one_kernel_can_be_chosen(triton_everywhere):
-    kernels.use("torch", "gated", "commit")
+    ops.use("torch", "gated", "commit")
     with torch.no_grad():
         assert kernel_for("gated", torch.ones(4)) is None
         assert kernel_for("rms_norm", torch.ones(4)) is not None
@@ -174,9 +173,9 @@ def test_one_kernel_can_be_chosen(triton_everywhere):
 
 def test_names_are_checked():
     with pytest.raises(ValueError, match="no backend 'cuda'; there are auto, torch, triton"):
-        kernels.use("cuda")
+        ops.use("cuda")
     with pytest.raises(ValueError, match="no kernel 'norm'; there are tree_attention"):
-        kernels.use("torch", "norm")
+        ops.use("torch", "norm")
 
 
 def test_triton_is_not_imported_before_it_is_needed():
@@ -187,11 +186,11 @@ def test_triton_is_not_imported_before_it_is_needed():
 @torch.no_grad()
 def test_without_triton_torch_is_taken_and_said_so(monkeypatch):
     """A tensor that claims to be on a GPU stands for a machine with a GPU and no Triton."""
-    monkeypatch.setattr(kernels, "installed", lambda: False)
-    kernels._say_that_triton_is_missing.cache_clear()
+    monkeypatch.setattr(ops, "installed", lambda: False)
+    ops._say_that_triton_is_missing.cache_clear()
     like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda"))
     with pytest.warns(UserWarning, match="triton is not installed: decoding takes plain PyTorch") as said:
         assert [kernel_for(name, like) for name in ("commit", "gated")] == [None, None]
     assert len(said) == 1
     with pytest.raises(ValueError, match="triton is not installed; it comes with torch's CUDA builds, or with `pip"):
-        kernels.use("triton")
+        ops.use("triton")

@@ -7,10 +7,11 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import FINE, close, in_dtypes, move_accepted, on_devices, roundings, sums
 
-from specdec.kernels import commit, gated, norm_pair, rms_norm, rope_write
 from specdec.model.cache import KVCache
-from specdec.model.layers import ACTIVATIONS
-from specdec.model.rope import Rope, rotate
+from specdec.model.rope import Rope
+from specdec.ops.cuda import commit, gated, norm_pair, rms_norm, rope_write
+from specdec.ops.gated import ACTIVATIONS
+from specdec.ops.rope_write import rotate
 
 pytestmark = on_devices
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernel_cases import on_devices
 
-from specdec.kernels import tree_level, tree_select
+from specdec.ops.cuda import tree_level, tree_select
 from specdec.trees import DynamicTree
 from specdec.trees.dynamic import Pool, best_tree, next_level
 

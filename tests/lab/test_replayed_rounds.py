@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
-from specdec import kernels as backends
+from specdec import ops as backends
 from specdec.lab.bench import kernels, replayed_rounds
 from specdec.lab.bench.formulas import TINY, KernelCase, Shapes, cases
 from specdec.lab.bench.replayed_rounds import Scene

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from specdec.model import native
+from specdec.ops import native
 
 USE = """
 #include "amx.h"

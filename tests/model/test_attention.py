@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec.model.attention import attend_causal, attend_grouped
+from specdec.ops.attention import attend_causal, attend_grouped
 
 
 class ClaimsToBeOnAGPU(torch.Tensor):

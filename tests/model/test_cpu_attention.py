@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers import tiny_target
 
-from specdec.model import attention, native
-from specdec.model.attention import CacheView, packed_mask, tree_mask
+from specdec.model.attention import CacheView
 from specdec.model.cache import KVCache
-from specdec.model.cpu_attention import DIMS, FEW, attend_seen, seen_by
 from specdec.model.target import Target
+from specdec.ops import attention, native
+from specdec.ops.attention import DIMS, FEW, packed_mask, tree_attention, tree_mask
 from specdec.trees.ancestors import ancestors_of
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
@@ -36,7 +36,10 @@ def filled_cache(lens: list[int], kv_heads: int, dim: int, nodes: int) -> KVCach
 
 def attended(cache: KVCache, q: torch.Tensor, nodes: int, ancestors=None, scale=None) -> torch.Tensor:
     """q [B,n,heads,Dh] at the last n of so many scratch slots."""
-    return attend_seen(q, *cache.heads[0], seen_by(cache, q.shape[1], nodes, ancestors, scale))
+    where = cache.layers[0], cache.lens, cache.places, q.shape[1], nodes, ancestors
+    function, seen = tree_attention(*where, depth=None, bound=cache.max_len, groups=1, window=None, scale=scale)
+    assert seen is not None
+    return function(q, *cache.heads[0])
 
 
 def random_tree(batch: int, n: int, nodes: int) -> torch.Tensor:
@@ -139,7 +142,7 @@ def test_an_attention_in_one_call_has_the_bits_of_its_operators(qk_norm, monkeyp
 
     together, cache, called = forward()
     assert {"specdec_rows::attend_add", "specdec_rows::mlp_add"} <= called
-    monkeypatch.setattr("specdec.model.target.bind_add", lambda *parts: None)
+    monkeypatch.setattr("specdec.model.attention.attend_add", lambda *parts: None)
     apart, other, called = forward()
     assert "specdec_rows::tree_attention" in called
     assert torch.equal(together, apart)

@@ -10,9 +10,11 @@ from helpers import DRAFTERS, tiny_target
 
 from specdec.api import DEMO_TARGET, generate, load_drafter, load_target, make_tree
 from specdec.engine.engine import Engine
-from specdec.model import cpu_linear, native
-from specdec.model.cpu_linear import Fp16Weight, RowsWeight, bytes_read, gated_mlp, linear, pack
 from specdec.model.layers import GatedMLP, Linear, RMSNorm, round_weights
+from specdec.ops import linear as cpu_linear
+from specdec.ops import native
+from specdec.ops.gated import _packed, gated_mlp
+from specdec.ops.linear import Fp16Weight, RowsWeight, bytes_read, linear, pack
 from specdec.trees import DynamicTree
 
 ROWS = native.has_rows()
@@ -203,7 +205,7 @@ def test_the_gated_mlp_is_one_call(held):
 @torch.no_grad()
 def test_other_mlps_are_several_calls(how):
     mlp = GatedMLP(96, *how).bfloat16().float().requires_grad_(False)
-    assert gated_mlp(mlp.gate_up, mlp.down, how[2]) is None
+    assert _packed(mlp.gate_up, mlp.down, how[2]) is None
     x, norm = torch.randn(2, 3, 96), RMSNorm(96, 1e-5)
     total, normed = mlp.bind_add(norm)(x[0], x[1])
     assert torch.equal(total, x[0] + mlp(x[1]))

@@ -4,11 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specdec.drafters.layers import side_by_side
-from specdec.model import native
-from specdec.model.attention import bind_write
-from specdec.model.layers import OffsetRMSNorm, RMSNorm
-from specdec.model.rope import Rope, rotate
+from specdec.model.layers import NormPair, OffsetRMSNorm, RMSNorm
+from specdec.model.rope import Rope
+from specdec.ops import native
+from specdec.ops.rope_write import rope_write, rotate
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
 EPS = torch.finfo(torch.float32).eps
@@ -35,7 +34,7 @@ def test_norms_are_the_formula(size, rows):
     torch.manual_seed(0)
     norm, x, y = norm_of(size), torch.randn(rows, size), torch.randn(rows, size)
     exact = F.rms_norm((x + y).double(), (size,), norm.weight.double(), norm.eps)
-    total, normed = norm.bind_add()(x, y)
+    total, normed = norm(y, x)
     assert torch.equal(total, x + y)
     assert torch.equal(normed, norm(total))
     # A sum of `size` squares, a root, a division and two products are rounded.
@@ -72,11 +71,11 @@ def test_heads_are_rotated_and_stored_in_one_call(heads, kv_heads, dim, norm):
         each.weight.uniform_(0.5, 2)
     keys, values = torch.full((2, 50, kv_heads * dim), 7.0)
     slots = torch.randperm(50)[:30]
-    got = bind_write(rows, *norms)(rows, cos, sin, slots, keys, values)
+    got = rope_write(rows, *norms)(rows, cos, sin, slots, keys, values)
     q, k, v = rows.view(2, 15, -1, dim).split([heads, kv_heads, kv_heads], 2)
     if norm:  # by their gains: Gemma's norm alone is not our own
-        own = [native.bound("rms_norm", rows, each.gain(), each.eps) for each in norms]
-        q, k = own[0](q), own[1](k)
+        one = native.operator("rms_norm")
+        q, k = (one(x, each.gain(), each.eps) for x, each in zip((q, k), norms, strict=True))
     assert torch.equal(got, rotate(q, cos, sin))
     assert torch.equal(keys[slots], rotate(k, cos, sin).reshape(30, -1))
     assert torch.equal(values[slots], v.reshape(30, -1))
@@ -84,15 +83,16 @@ def test_heads_are_rotated_and_stored_in_one_call(heads, kv_heads, dim, norm):
     assert (keys[others] == 7).all()
     assert (values[others] == 7).all()
     with pytest.raises(RuntimeError, match="the cache has no slot 50"):
-        bind_write(rows, *norms)(rows, cos, sin, torch.full((30,), 50), keys, values)
+        rope_write(rows, *norms)(rows, cos, sin, torch.full((30,), 50), keys, values)
 
 
 @torch.no_grad()
 def test_two_norms_side_by_side():
     torch.manual_seed(0)
     first, second, x, y = norm_of(40), norm_of(40), torch.randn(2, 3, 40), torch.randn(2, 3, 40)
-    assert torch.equal(side_by_side(first, second, x, y), torch.cat([first(x), second(y)], -1))
-    assert "specdec_rows::norm_pair" in calls(side_by_side, first, second, x, y)
+    pair = NormPair(first, second)
+    assert torch.equal(pair(x, y), torch.cat([first(x), second(y)], -1))
+    assert "specdec_rows::norm_pair" in calls(pair, x, y)
 
 
 def test_only_what_does_not_learn_is_our_own():

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from specdec.model import native
 from specdec.model.cache import KVCache
+from specdec.ops import native
+from specdec.ops.commit import reference
+from specdec.ops.likely import top, top_logprobs
 from specdec.sampling.draws import sample
-from specdec.sampling.likely import top, top_logprobs
 from specdec.structs import DraftTree, Sampling
 from specdec.trees.ancestors import ancestors_of
 from specdec.verify.walk import alive, follow, path_of
@@ -75,7 +76,7 @@ def test_a_walk_down_a_tree(nodes, steps):
 def test_accepted_nodes_move_down_in_the_cache(dtype):
     """As torch's operators move them."""
     own, other = (KVCache(2, 3, 20, 2, 8, like=torch.zeros(0, dtype=dtype)) for _ in range(2))
-    other.own_move = False
+    other.move = reference(other.memory)
     for memory, same in zip(own.memory, other.memory, strict=True):
         same.copy_(memory.normal_())
     before, (path, n) = own.layers[0].clone(), (torch.tensor(PATHS), torch.tensor([4, 3, 0]))

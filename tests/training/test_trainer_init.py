@@ -11,8 +11,9 @@ from omegaconf import OmegaConf
 from specdec.drafters.eagle3 import look_at_itself, scale_of
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.drafters.formats.convert import without_a_form
-from specdec.drafters.layers import DraftAttention, DraftShape
+from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import fitting_size
+from specdec.model.attention import Attention
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope, RopeTable
 from specdec.training.train import build_drafter
@@ -85,7 +86,7 @@ def test_what_is_no_checkpoint_is_named(target_path):
 def test_a_fresh_eagle3_head_looks_at_the_token_just_drafted():
     """Of 60 positions with random embeddings, nearly all weight falls on the position itself, whatever the rope."""
     torch.manual_seed(0)
-    attention = DraftAttention(DraftShape(256, 512, 8, 4, 32, 1e-5, Rope()), 512)
+    attention = Attention(DraftShape(256, 512, 8, 4, 32, 1e-5, Rope()), 512)
     look_at_itself(attention)
     table = RopeTable(Rope(), 32)
     table.reserve(60, torch.zeros(()))

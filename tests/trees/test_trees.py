@@ -13,8 +13,8 @@ from specdec.children import Drawn, children_of
 from specdec.cli.drawing import draw
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
+from specdec.ops.likely import BLOCK, MANY, top
 from specdec.sampling.filters import filtered_probs
-from specdec.sampling.likely import BLOCK, MANY, top
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree

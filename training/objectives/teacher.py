@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.vocab import DraftVocab
-from specdec.sampling.likely import largest
+from specdec.ops.likely import largest
 from specdec.training.objectives.losses import DeferredLogits
 
 

@@ -3,7 +3,7 @@
 That process has the lowest priority. It outlives the one that asked, so what it makes is kept for the next.
 """
 
-import operator
+import copyreg
 import os
 import pickle
 import subprocess
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -22,7 +21,7 @@ from torch import Tensor, fx
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.compiled import build
 from specdec.engine.compiled.graph import RoundGraph
-from specdec.model import native
+from specdec.ops import native
 from specdec.threads import full_threads
 
 
@@ -57,7 +56,7 @@ def written(graph: RoundGraph) -> tuple[list[tuple], list[Shape]]:
     """A graph without its tensors, of objects that can be pickled."""
     numbers = {node: Place(i) for i, node in enumerate(graph.module.graph.nodes)}
     nodes = [
-        (node.op, _name(node.target), *fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__))
+        (node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__))
         for node in graph.module.graph.nodes
     ]
     return nodes, [Shape.of(x) for x in graph.inputs]
@@ -66,34 +65,19 @@ def written(graph: RoundGraph) -> tuple[list[tuple], list[Shape]]:
 def read(nodes: list[tuple], inputs: list[Shape]) -> RoundGraph:
     """The inverse of `written`, of a graph that can be compiled and not run."""
     graph, made = fx.Graph(), []
-
-    def resolved(value: Any) -> Any:
-        if isinstance(value, Place):
-            return made[value.number]
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(resolved, value))
-        return {key: resolved(part) for key, part in value.items()} if isinstance(value, dict) else value
-
-    for op, name, args, kwargs in nodes:
-        made.append(graph.create_node(op, _target(op, name), resolved(args), resolved(kwargs)))
+    for op, target, *given in nodes:
+        args, kwargs = fx.node.map_aggregate(given, lambda x: made[x.number] if isinstance(x, Place) else x)
+        made.append(graph.create_node(op, target, args, kwargs))
     return RoundGraph(fx.GraphModule(torch.nn.Module(), graph), inputs, [], None)
 
 
-def _name(target: Any) -> str:
-    """An operator of torch, such as aten::add.Tensor, a function of `operator`, or the name of an input."""
-    if isinstance(target, torch._ops.OpOverload):
-        return f"{target._schema.name}.{target._overloadname}"
-    return target if isinstance(target, str) else target.__name__
-
-
-def _target(op: str, name: str) -> Any:
-    if op != "call_function":
-        return name
-    if "::" not in name:
-        return getattr(operator, name)
-    space, _, rest = name.partition("::")
-    packet, _, overload = rest.rpartition(".")
+def _operator(name: str, overload: str) -> torch._ops.OpOverload:
+    """The inverse of how an operator of torch, such as aten::add.Tensor, is pickled."""
+    space, _, packet = name.partition("::")
     return getattr(getattr(getattr(torch.ops, space), packet), overload)
+
+
+copyreg.pickle(torch._ops.OpOverload, lambda op: (_operator, (op._schema.name, op._overloadname)))
 
 
 @dataclass(eq=False)
@@ -186,12 +170,12 @@ class Workshop:
 @one_sentence_errors
 def main() -> None:
     """Compile the graph that standard input tells."""
+    native.load()
+    native.has_rows()
     (nodes, inputs), library, threads = pickle.load(sys.stdin.buffer)
     with suppress(OSError):  # where a sandbox forbids it
         os.nice(19)
         if hasattr(os, "SCHED_IDLE"):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     torch.set_num_threads(threads)
-    native.load()
-    native.has_rows()
     build.make_library(read(nodes, inputs), Path(library))

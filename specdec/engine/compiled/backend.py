@@ -14,7 +14,7 @@ from specdec.engine.compiled import build
 from specdec.engine.compiled.aside import Workshop
 from specdec.engine.compiled.graph import RoundGraph, make_graph
 from specdec.engine.compiled.record import Record, record
-from specdec.model import native
+from specdec.ops import native
 
 LEAST = 2  # the least bound that a compiled round is told: Inductor takes lengths of 0 and 1 for special
 
@@ -97,7 +97,7 @@ def recorded_graph(run: Callable[[int], Any], kept: abc.Sequence[Tensor], bounds
 
     def undone(bound: int) -> Record:
         try:
-            return record(run, bound)
+            return record(run, bound, native.SEEN)
         finally:
             for x, old in zip(kept, before, strict=True):
                 x.copy_(old)

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.cli.files import keep, kept_folder, output_folder
 from specdec.engine.compiled.graph import RoundGraph
 from specdec.machine import features
-from specdec.model import native
+from specdec.ops import native
 from specdec.threads import full_threads
 
 LIBRARY = "round.so"

@@ -5,6 +5,7 @@ two bounds. A number that differs between the records lies on a straight line ov
 The graph takes the bound from the length of its first input, and so one graph serves all bounds.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from specdec.engine.compiled import rewrite
 from specdec.engine.compiled.record import Call, Record
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
 
 
 class GraphBuilder:
-    """Puts one operator after the other into a graph. `rewrite` uses it too."""
+    """Puts one operator after the other into a graph."""
 
     def __init__(self, one: Record, other: Record):
         self.one, self.other = one, other
@@ -56,7 +56,7 @@ class GraphBuilder:
         self.nodes: dict[int, fx.Node] = {}  # by identity of the recorded tensor
         self.inputs: list[Tensor] = []
         self.written = {storage_of(x) for call in one.calls for x in call.written()}
-        self.widths = rewrite.row_widths(one.calls)
+        self.widths = row_widths(one.calls)
         self.bases: dict[int, tuple[fx.Node, Tensor]] = {}  # by storage: all of its memory, for those that are written
 
     def build(self) -> RoundGraph:
@@ -64,14 +64,11 @@ class GraphBuilder:
         found = list(found_tensors(self.one.calls))
         for x in found:
             self._place(x)
-        for call in self.one.calls:
-            for packed in (x for x in call.args if isinstance(x, torch.ScriptObject)):
-                self.nodes[id(packed)] = self._input(torch.ops.specdec.hold_fbgemm(packed))
         for x in found:
             self.nodes.setdefault(id(x), self._view(x))
         self.bound = self.emit(aten.sym_size.int, (ruler, 0))
         for call, same in zip(self.one.calls, self.other.calls, strict=True):
-            if not rewrite.rewritten(self, call):
+            if not self._write_rows(call):
                 self._copy(call, same)
         outside = {id(x) for x in found}
         new = [x for x in tensors_in(self.one.made) if id(x) in self.nodes and id(x) not in outside]
@@ -79,14 +76,6 @@ class GraphBuilder:
         self.graph.output(tuple(self.emit(aten.clone.default, (self.nodes[id(x)],)) for x in new))
         module = fx.GraphModule(torch.nn.Module(), self.graph)
         return RoundGraph(module, self.inputs, new, self.one.made)
-
-    def base(self, x: Tensor) -> tuple[fx.Node, Tensor] | None:
-        """All memory of the storage that x lies in, as node and tensor; None if the round does not write there."""
-        return self.bases.get(storage_of(x))
-
-    def put(self, x: Tensor, node: fx.Node) -> None:
-        """This node gives what the recorded tensor x holds."""
-        self.nodes[id(x)] = node
 
     # What the round finds
 
@@ -97,9 +86,6 @@ class GraphBuilder:
     def _place(self, x: Tensor) -> None:
         """Make x an input, or, if it lies in a storage that is written, all of that: inputs that are written may not
         overlap."""
-        if x.layout is not torch.strided:  # a weight that oneDNN has packed
-            self.nodes[id(x)] = self._input(torch.ops.specdec.hold_onednn(x))
-            return
         key = storage_of(x)
         if key not in self.written:
             self.nodes[id(x)] = self._input(x)
@@ -124,11 +110,32 @@ class GraphBuilder:
         kwargs = {name: self._argument(v, same.kwargs[name]) for name, v in call.kwargs.items()}
         node = self.emit(call.op, args, kwargs)
         if isinstance(call.out, Tensor):
-            self.put(call.out, node)
+            self.nodes[id(call.out)] = node
         elif isinstance(call.out, (tuple, list)):
             for i, x in enumerate(call.out):
                 if isinstance(x, Tensor):
-                    self.put(x, self.emit(operator.getitem, (node, i)))
+                    self.nodes[id(x)] = self.emit(operator.getitem, (node, i))
+
+    def _write_rows(self, call: Call) -> bool:
+        """Put the rows that `index_copy_` writes, as `KVCache` does, into the memory itself. Views of the cache share
+        memory, and for views Inductor copies the whole cache, there and back."""
+        if call.op is not aten.index_copy_.default:
+            return False
+        x, dim, index, source = call.args
+        memory, whole = self.bases.get(storage_of(x), (None, None))
+        if memory is None or whole.ndim == 1:
+            return False
+        emit, rows, count, width = self.emit, self.nodes[id(index)], x.shape[dim], whole.shape[1]
+        blocks, first = math.prod(x.shape[:dim]), x.storage_offset() // width
+        if blocks > 1:  # one for each place in the dimensions before `dim`
+            starts = emit(aten.arange.start_step, (0, blocks * count, count), {"device": x.device})
+            rows = emit(aten.add.Tensor, (emit(aten.unsqueeze.default, (starts, 1)), rows))
+            rows = emit(aten.reshape.default, (rows, [-1]))
+        rows = emit(aten.add.Tensor, (rows, first)) if first else rows
+        values = emit(aten.reshape.default, (self.nodes[id(source)], [blocks * len(index), width]))
+        emit(aten.index_put_.default, (memory, [rows], values))
+        self.nodes[id(call.out)] = self.nodes[id(x)]
+        return True
 
     def _argument(self, value: Any, same: Any) -> Any:
         """An argument, given what it was in both records."""
@@ -157,6 +164,19 @@ def whole_storage(x: Tensor, width: int) -> Tensor:
     count = x.untyped_storage().nbytes() // x.element_size()
     shape = (count,) if width == 1 else (count // width, width)
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), 0, shape)
+
+
+def row_widths(calls: list[Call]) -> dict[int, int]:
+    """Storage -> elements of a row, for storages of which every `index_copy_` writes rows of one width."""
+    widths: dict[int, set[int]] = {}
+    for call in calls:
+        if call.op is aten.index_copy_.default:
+            x, dim = call.args[:2]
+            width = math.prod(x.shape[dim + 1 :])
+            fits = x.is_contiguous() and width and not x.storage_offset() % width
+            fits = fits and not x.untyped_storage().nbytes() % (width * x.element_size())
+            widths.setdefault(storage_of(x), set()).add(width if fits else 0)
+    return {storage: width for storage, (width, *more) in widths.items() if width > 1 and not more}
 
 
 def found_tensors(calls: list[Call]) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
 """What a function does to tensors: every operator that torch runs for it, in order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,19 +40,26 @@ class Record:
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, calls: list[Call]):
+    def __init__(self, calls: list[Call], instead: Mapping[str, Callable]):
         super().__init__()
-        self.calls = calls
+        self.calls, self.instead = calls, instead
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if function := self.instead.get(str(op)):
+            with self:
+                out = function(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
         out = op(*args, **(kwargs or {}))
         self.calls.append(Call(op, args, kwargs or {}, out))
         return out
 
 
-def record(run: Callable[[int], Any], bound: int) -> Record:
-    """Run, and note what happens. Whatever is not a tensor is as the host knew it now: numbers, shapes, settings."""
+def record(run: Callable[[int], Any], bound: int, instead: Mapping[str, Callable] = MappingProxyType({})) -> Record:
+    """Run, and note what happens. Whatever is not a tensor is as the host knew it now: numbers, shapes, settings.
+
+    instead: by the name of an operator, the function that is run and recorded in its place (`native.SEEN`)."""
     noted = Record(bound)
-    with _Recorder(noted.calls):
+    with _Recorder(noted.calls, instead):
         noted.made = run(bound)
     return noted

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from specdec import kernels
+from specdec import ops
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
@@ -112,13 +112,13 @@ class Ours(Contender):
 @contextmanager
 def torch_operators() -> Iterator[None]:
     """Switch our kernels off for a while."""
-    before = dict(zip(kernels.KERNELS, kernels.backends(), strict=True))
-    kernels.use("torch")
+    before = dict(zip(ops.KERNELS, ops.backends(), strict=True))
+    ops.use("torch")
     try:
         yield
     finally:
         for name, backend in before.items():
-            kernels.use(backend, name)
+            ops.use(backend, name)
 
 
 def translated(sampling: Sampling, names: Mapping[str, str], engine: str) -> dict:

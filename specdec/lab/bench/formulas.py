@@ -2,15 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specdec.lab.cost.memory import Run, size_of
-from specdec.model.attention import attend, packed_mask, tree_mask
 from specdec.model.layers import RMSNorm
-from specdec.model.rope import rotate
+from specdec.ops import commit
+from specdec.ops.attention import attend, packed_mask, tree_mask
+from specdec.ops.rms_norm import reference
+from specdec.ops.rope_write import rotate
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import bits_of, gumbel, hashes_of
@@ -68,7 +71,7 @@ def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
     """A tree after a context: our kernel, SDPA with a dense mask, and FlexAttention, which finds the mask itself."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    from specdec.kernels import tree_attention
+    from specdec.ops.cuda import tree_attention
 
     slots = context + nodes
     q, kv = s.random(1, nodes, s.heads, s.dim), s.random(2, 1, slots, s.kv_heads, s.dim)
@@ -92,11 +95,11 @@ def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:
 
 
 def layer_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
-    from specdec.kernels import gated, norm_pair, rms_norm, rope_write
+    from specdec.ops.cuda import gated, norm_pair, rms_norm, rope_write
 
     x, y, gate_up = s.random(nodes, s.hidden), s.random(nodes, s.hidden), s.random(nodes, 2 * s.intermediate)
     norm = RMSNorm(s.hidden, 1e-5).to(s.device, DTYPE)
-    plain, few = norm.bind_eager(), (x[:WIDTH], y[:WIDTH])
+    plain, few = reference(norm.weight, norm.eps), (x[:WIDTH], y[:WIDTH])
     qkv = s.random(1, nodes, s.heads + 2 * s.kv_heads, s.dim)
     cos, sin = s.random(2, 1, nodes, 1, s.dim)
     keys, values = s.random(2, 4096, s.kv_heads * s.dim)
@@ -138,20 +141,12 @@ def commit_case(s: Shapes, context: int) -> KernelCase:
     cache = KVCache(s.layers, 1, context + 64, s.kv_heads, s.dim, s.random(0))
     path = s.range(0, 2 * STEPS, 2)[None]
     n, none = s.range(STEPS, STEPS + 1), s.range(1)
-    source, destination = cache.slots_of(path[:, 1:]), cache.slots_of(s.range(1, STEPS))
-
-    def eager() -> None:
-        for rows in cache.rows:
-            rows.index_copy_(1, destination, rows.index_select(1, source))
-
-    def kernel() -> None:
-        cache.move(cache.addresses, cache.layers[0], none, path, n)
-
+    kernel, eager = (partial(move, none, path, n) for move in (cache.move, commit.reference(cache.memory)))
     return KernelCase(kernel, eager, moved=2 * s.layers * 2 * (STEPS - 1) * s.kv_heads * s.dim * DTYPE.itemsize)
 
 
 def vocabulary_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
-    from specdec.kernels import filtered_sampling, head_topk
+    from specdec.ops.cuda import filtered_sampling, head_topk
 
     hidden, weight, logits = s.random(WIDTH, s.hidden), s.random(s.drafts, s.hidden) / 64, s.random(nodes, s.vocab) * 3
     sampling = Sampling(0.8, 50, 0.9, 0.0)
@@ -180,10 +175,10 @@ def vocabulary_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
 
 def tree_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
     """What a level of a dynamic tree does around attention and head, and the selection of its nodes."""
-    from specdec import kernels
-    from specdec.kernels import tree_level, tree_select
+    from specdec import ops
+    from specdec.ops.cuda import tree_level, tree_select
 
-    kernels.use("torch", "tree_select")  # else torch's selection would take the kernel too
+    ops.use("torch", "tree_select")  # else torch's selection would take the kernel too
     tree = DynamicTree(WIDTH, STEPS, nodes)
     gains = -s.random(1, WIDTH, WIDTH).float().abs().sort(dim=2).values
     tokens = torch.randint(s.vocab, (1, WIDTH, WIDTH), device=s.device)

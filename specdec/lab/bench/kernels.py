@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from specdec import kernels
+from specdec import ops
 from specdec.cli.errors import one_sentence_errors
 from specdec.lab.bench.formulas import DTYPE, TINY, KernelCase, Shapes, cases
 from specdec.lab.bench.interpreter import use_interpreter
@@ -113,7 +113,7 @@ def main() -> None:
     device = check_device(args.device)
     if device.type != "cuda":
         use_interpreter()
-        kernels.use("triton")
+        ops.use("triton")
     shapes = Shapes(device, **TINY if args.tiny else {})
     print(json.dumps(benchmark(shapes, args.nodes, args.context, args.trials, args.out)))
 

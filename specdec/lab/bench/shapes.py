@@ -2,7 +2,7 @@
 
 They are made where they are needed, and stored nowhere. conf/shape/*.yaml holds the public config of each model. All
 values are bf16 values whatever the dtype, as in the checkpoints of these models: on the CPU the speed of fp32 depends
-on that (`specdec.model.cpu_linear`)."""
+on that (`specdec.ops.linear`)."""
 
 import torch
 from torch import nn

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.engine.clock import Clock
-from specdec.model.cpu_linear import bytes_read
+from specdec.ops.linear import bytes_read
 
 Run = Callable[[], object]
 WARM_UPS = 3
@@ -71,7 +71,7 @@ def read_bytes(target, context: float, *, packed: bool = True) -> float:
     """Bytes that plain decoding of one row must read for the token behind `context` tokens.
 
     These are all weights, the embedding only where it is the head too, and the keys and values that the layers see.
-    packed: count weights as this engine reads them after packing (`specdec.model.cpu_linear`), not as they are held."""
+    packed: count weights as this engine reads them after packing (`specdec.ops.linear`), not as they are held."""
     config, table = target.config, target.embed.weight
     read = {id(p): bytes_read(p) if packed else p.nbytes for p in target.parameters()}
     if target.head.weight is not table:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from specdec import kernels, registry
+from specdec import ops, registry
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
@@ -55,7 +55,7 @@ def run(config: DictConfig) -> None:
     out = output_folder(config.out)
     sampling = instantiate(config.sampling)
     if config.compile and config.device.startswith("cuda"):
-        kernels.use("torch")  # Inductor makes its own of torch's operators
+        ops.use("torch")  # Inductor makes its own of torch's operators
     target = load_some(config, config.device, whole=True)
     how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")}
     how["tree"] = tree_of_settings(settings)

@@ -33,7 +33,7 @@ class ModelConfig:
     qk_norm: bool = False
     norm_offset: bool = False  # norms store their weight less 1
     sandwich_norms: bool = False  # norms behind attention and MLP as well
-    activation: str = "silu"  # one of layers.ACTIVATIONS
+    activation: str = "silu"  # one of ops.gated.ACTIVATIONS
     attention_scale: float | None = None  # factor of q times k; None: head_dim ** -0.5
     embed_scale: float | None = None  # factor of the embeddings; None: 1
     logit_softcap: float | None = None  # c: logits become c tanh(logits / c); None: no cap

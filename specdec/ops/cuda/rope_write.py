@@ -4,7 +4,7 @@
     q_out[r,h] = turn(norm_q(q[r,h]))
     keys[slots[r],h] = turn(norm_k(k[r,h]))       values[slots[r],h] = v[r,h]
 
-In torch: `rope.rotate` and `cache.KVCache.write`, with `layers.RMSNorm` before them in families that have it. A row
+In torch: `ops.rope_write.rotate` and `KVCache.write`, after `ops.rms_norm` in families that have such norms. A row
 whose slot is negative is padding, and writes nothing to the cache. Each warp has one head of a row. Results are rounded
 once, at the end.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.rms_norm import scaled
+from specdec.ops.cuda.rms_norm import scaled
 
 
 @triton.jit

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels import MOST_LIKELY
-from specdec.kernels.product import product
+from specdec.ops import MOST_LIKELY
+from specdec.ops.cuda.product import product
 
 BLOCK = 128  # tokens of a program
 

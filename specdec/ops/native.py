@@ -1,31 +1,9 @@
-"""Operators in C++ for products of few rows, compiled where they run.
+"""Operators in C++, compiled where they run: once for each version of torch, of the source and of the processor.
 
-`native.cpp`: products with packed weights as operators over tensors, which compiled rounds can hold (docs/compile.md).
-FBGEMM and oneDNN take a packed weight as an object of their own kind, and Inductor's graphs hold none of those. It puts
-the object behind a tensor, its handle, and calls the same product with it.
-
-    torch.ops.specdec.hold_fbgemm(packed)                           the handle of a weight that FBGEMM has packed
-    torch.ops.specdec.hold_onednn(packed)                           ... that oneDNN has packed
-    torch.ops.specdec.fbgemm_linear(x, handle, fewer_bits, size)    x [R,in] -> [R,size]
-    torch.ops.specdec.onednn_linear(x, handle, bias, size)
-
-`rows.cpp`: operators of its own, for processors with AVX2 or AVX-512, products with AMX too.
-
-    torch.ops.specdec_rows.tiled(inputs, beside)                    whether such a weight is packed for AMX
-    torch.ops.specdec_rows.group(inputs, beside)                    outputs that lie side by side in a packed weight
-    torch.ops.specdec_rows.linear(x, weight, size)                  x [R,in] -> [R,size]
-    torch.ops.specdec_rows.mlp(x, gate_up, down, size)
-    torch.ops.specdec_rows.tree_attention(q, keys, values, lens, ancestors, nodes, scale)
-    torch.ops.specdec_rows.rms_norm(x, weight, eps)                 x [...,H], and add_norm(x, y, weight, eps)
-    torch.ops.specdec_rows.norm_pair(x, y, x_weight, y_weight, x_eps, y_eps)            two norms side by side
-    torch.ops.specdec_rows.rotate(x, cos, sin)                      x [B,N,heads,Dh]
-    torch.ops.specdec_rows.rope_write(rows, cos, sin, slots, keys, values, gains, eps)  as the kernel of that name
-    torch.ops.specdec_rows.largest(x)                               the place of the largest [...], the first of equals
-    torch.ops.specdec_rows.likeliest(logits)                        log-probability and token [...,1]
-    torch.ops.specdec_rows.follow(tokens, parents, drawn, steps)    path [B,P], n [B], emitted tokens [B,P]
-    torch.ops.specdec_rows.commit(memory, lens, path, n)            as the kernel of that name
-
-Each is compiled once for each version of torch, of itself and of the processor, and kept in the user's cache.
+`cpu/rows.cpp` has operators of our own in fp32, for processors with AVX2 or AVX-512, products with AMX too. Its table
+`TORCH_LIBRARY(specdec_rows, m)` lists them. `cpu/native.cpp` has products with weights that FBGEMM and oneDNN have
+packed as operators over tensors. Those libraries take a packed weight as an object of their own kind, and Inductor's
+graphs hold none of those. So the object lies behind a tensor, its handle.
 """
 
 import functools
@@ -44,10 +22,12 @@ from torch import Tensor
 from specdec.cli.files import keep, kept_folder
 from specdec.machine import features
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "cpu"
 ROOT = Path(torch.__file__).parent
 SIMPLE = ("-O1",)
 FAST = ("-O3", "-march=native", "-fopenmp")
+# By the name of an operator. Operators without an entry stay calls, or are torch's own.
+SEEN: dict[str, Callable] = {}
 
 
 def compiler() -> str:
@@ -79,13 +59,21 @@ def serves(x: Tensor) -> bool:
     )
 
 
-def bound(name: str, like: Tensor, *last: object) -> Callable[..., Any] | None:
-    """Return an operator of `rows.cpp` as a function of all arguments but the `last`; None if it does not take tensors
-    such as `like`."""
-    if not serves(like):
-        return None
-    operator = getattr(torch.ops.specdec_rows, name).default._op
-    return lambda *first: operator(*first, *last)
+@functools.cache
+def operator(name: str) -> Callable[..., Any]:
+    """Return an operator of `rows.cpp`, without the Python wrapper that takes 1 us."""
+    return getattr(torch.ops.specdec_rows, name).default._op
+
+
+def seen_as(*names: str) -> Callable[[Callable], Callable]:
+    """Let Inductor see what a function does in place of these operators. A function that returns NotImplemented leaves
+    a call as it is."""
+
+    def register(function: Callable) -> Callable:
+        SEEN.update(dict.fromkeys(names, function))
+        return function
+
+    return register
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
     y = [x1 / rms(x1) * weight1, x2 / rms(x2) * weight2]        rms(x) = sqrt(mean(x^2) + eps)
 
-In torch: `specdec.drafters.layers.side_by_side`, two norms and a `cat`. Rounded as `rms_norm` rounds.
+In torch: two norms and a `cat` (`ops.rms_norm.norm_pair`). Rounded as `rms_norm` rounds.
 """
 
 import torch
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.rms_norm import scaled
+from specdec.ops.cuda.rms_norm import scaled
 
 
 @triton.jit

@@ -3,7 +3,7 @@
     y = act(gate) * up       SwiGLU: act(x) = x sigmoid(x)
                              GeGLU:  act(x) = x sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), which is gelu with tanh
 
-In torch: the middle of `layers.GatedMLP`, which rounds act(gate) to the dtype before it multiplies. Here only y is
+In torch: the middle of `ops.gated.gated_mlp`, which rounds act(gate) to the dtype before it multiplies. Here only y is
 rounded.
 """
 
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ACTIVATIONS = ("silu", "gelu_tanh")  # as in `layers.ACTIVATIONS`
+ACTIVATIONS = ("silu", "gelu_tanh")  # as in `ops.gated.ACTIVATIONS`
 
 
 @triton.jit

@@ -1,20 +1,52 @@
-"""The likeliest tokens, and log-probabilities before any filter."""
+"""The likeliest tokens, of a head's hidden states or of logits, and log-probabilities before any filter."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from specdec.model import native
+from specdec.ops import MOST_LIKELY, kernel_for, native
 
 BLOCK, MANY = 64, 8192  # of `top` and `largest`, on the CPU
+LOOPS = 512  # numbers among which Inductor looks for the largest in two loops
+
+
+def head_topk(hidden: Tensor, head: Callable | None, k: int) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities (fp32) and ids [B,W,k] of the k likeliest tokens, best first. hidden [B,W,H]: what the
+    head reads, or the logits themselves if there is no head."""
+    if head is not None and head.bias is None and k <= MOST_LIKELY:
+        kernel = kernel_for("head_topk", hidden)
+        if kernel is not None and head.weight.dtype == hidden.dtype:
+            logp, ids = kernel(hidden.flatten(0, 1), head.weight, k)
+            return logp.view(*hidden.shape[:2], k), ids.view(*hidden.shape[:2], k)
+    return top_logprobs(hidden if head is None else head(hidden), k)
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """logits [..., V] -> log-probabilities and ids [..., k] of the k most likely tokens, best first, in fp32."""
     if k == 1 and native.serves(logits):
-        return torch.ops.specdec_rows.likeliest.default._op(logits)
+        return native.operator("likeliest")(logits)
     return top(logits.float().log_softmax(-1), k)
+
+
+def first_largest(logits: Tensor) -> Tensor:
+    """Return where the first of the largest of logits [..., V] is, [...]."""
+    if native.serves(logits):
+        return native.operator("largest")(logits)
+    return logits.max(-1).indices  # the first of equals, as `argmax`, in a third of its time on the CPU
+
+
+@native.seen_as("aten.max.dim")
+def _seen(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """One loop over the values, and another that looks for the first that equals the largest. Inductor's own loop
+    carries the place along, which is ten times slower. With NaN among the numbers it gives the last place."""
+    size = x.shape[dim]
+    if x.device.type != "cpu" or size < LOOPS or dim not in (-1, x.ndim - 1) or not x.dtype.is_floating_point:
+        return NotImplemented
+    value = x.amax(-1, True)
+    places = torch.arange(size, dtype=torch.int32, device=x.device)
+    place = torch.where(x == value, places, size - 1).amin(-1, True).long()
+    return (value, place) if keepdim else (value.squeeze(-1), place.squeeze(-1))
 
 
 def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -27,23 +27,34 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from specdec.model import native
-from specdec.model.rows_weight import UNIT, RowsWeight, pack_bf16, pack_fp32, pack_int8, row_scales
+from specdec.ops import native
 
 ONEDNN_ROWS = 16  # oneDNN chooses its layout for so many rows; the layout serves any number
 BLOCKS = 4  # of a weight that is multiplied with a single row
 MAX_EXPONENT = 15  # scaled weights lie below 2^15; fp16 ends at 65504
 DTYPES = (torch.float32, torch.bfloat16)
+UNIT = 64  # outputs that `rows.cpp` divides among threads together
+SCALES = 2  # pairs of inputs that give way to the scales of a UNIT of outputs in int8
 
-WIDE = 8 * UNIT  # fewer outputs of gate and up are divided badly among threads
 # Values of a weight that is worth rounding for FBGEMM: for smaller ones the call itself takes most of the time, and
 # without VNNI the products.
 LARGE = 2**20 if torch.cpu._is_vnni_supported() else 2**22
 
 Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]
+
+
+class RowsWeight(NamedTuple):
+    """A weight of fp32 values, packed for `rows.cpp` in bf16 or fp32, or rounded to int8."""
+
+    # [groups, in / n, outputs of a group, n], n 2 in bf16 and int8; the last UNIT is filled up with zeros. In int8 the
+    # outputs' scales lie behind the inputs, as bytes: [groups, in / 2 + SCALES, UNIT, 2].
+    packed: Tensor
+    size: int  # outputs
 
 
 class Fp16Weight(NamedTuple):
@@ -55,17 +66,14 @@ class Fp16Weight(NamedTuple):
 
 # Packed weights by storage, so that a head which target and drafter share is packed once. They are freed with it.
 _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_packed_int8: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
     """The function x [R,in] -> x weight.T + bias [R,out], with the present values of weight [out,in] and bias [out], in
     the fastest way that this processor has. int8: of those that may round the weight."""
-    packed = _kept(_packed_int8, weight, _pack_int8) if int8 else None
+    packed = pack(weight, int8)
     if isinstance(packed, torch.ScriptObject):
         return _int8_linear(packed, bias, weight.dtype)
-    if packed is None:
-        packed = pack(weight)
     if isinstance(packed, RowsWeight):
         return _rows_linear(packed, bias)
     if isinstance(packed, Fp16Weight):
@@ -75,36 +83,6 @@ def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
         return many
     single = _single_row_linear(weight, bias)
     return lambda x: single(x) if x.shape[0] == 1 else many(x)
-
-
-def gated_mlp(gate_up: nn.Linear, down: nn.Linear, activation: str, int8: bool = False) -> Product | None:
-    """x [R,H] -> down(silu(gate(x)) * up(x)) in one call, where our own products serve both; else None."""
-    if (weights := _packed_mlp(gate_up, down, activation, int8)) is None:
-        return None
-    product, (wide, narrow) = torch.ops.specdec_rows.mlp.default._op, weights
-    return lambda x: product(x, wide.packed, narrow.packed, narrow.size)
-
-
-def gated_mlp_add(
-    gate_up: nn.Linear, down: nn.Linear, activation: str, weight: Tensor, eps: float
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
-    """(residual, x) -> residual + that, and its norm, in one call; None as for `gated_mlp`. weight, eps: the norm's."""
-    weights = _packed_mlp(gate_up, down, activation, gate_up.int8)
-    if weights is None or not native.serves(weight):
-        return None
-    add, wide, narrow = torch.ops.specdec_rows.mlp_add.default._op, *(each.packed for each in weights)
-    return lambda residual, x: add(residual, x, wide, narrow, weight, eps)
-
-
-def _packed_mlp(
-    gate_up: nn.Linear, down: nn.Linear, activation: str, int8: bool
-) -> tuple[RowsWeight, RowsWeight] | None:
-    """Both weights, where one call of our own multiplies with them."""
-    inner = down.in_features
-    if activation != "silu" or gate_up.bias is not None or down.bias is not None or inner % UNIT or inner < WIDE:
-        return None
-    wide, narrow = packed_rows(gate_up.weight, int8), packed_rows(down.weight, int8)
-    return None if wide is None or narrow is None else (wide, narrow)
 
 
 def _plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
@@ -118,7 +96,7 @@ def _onednn_linear(packed: Tensor, bias: Tensor | None) -> Product:
 
 
 def _rows_linear(weight: RowsWeight, bias: Tensor | None) -> Product:
-    (packed, size), product = weight, torch.ops.specdec_rows.linear.default._op
+    (packed, size), product = weight, native.operator("linear")
     if bias is not None:
         return lambda x: product(x, packed, size).add_(bias)
     return lambda x: product(x, packed, size)
@@ -146,6 +124,21 @@ def _int8_linear(packed: torch.ScriptObject, bias: Tensor | None, dtype: torch.d
     return multiply
 
 
+@native.seen_as("quantized.linear_dynamic_fp16.default", "quantized.linear_dynamic.default")
+def _seen_fbgemm(x: Tensor, packed: torch.ScriptObject, fewer_bits: bool = False) -> Tensor:
+    with _disable_current_modes():  # a handle is found, not made
+        handle = torch.ops.specdec.hold_fbgemm(packed)
+        size = torch.ops.specdec.fbgemm_linear(x, handle, fewer_bits, 0).shape[-1]
+    return torch.ops.specdec.fbgemm_linear(x, handle, fewer_bits, size)
+
+
+@native.seen_as("mkldnn._linear_pointwise.default")
+def _seen_onednn(x: Tensor, packed: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    with _disable_current_modes():
+        handle = torch.ops.specdec.hold_onednn(packed)
+    return torch.ops.specdec.onednn_linear(x, handle, bias, packed.shape[0])
+
+
 def _single_row_linear(weight: Tensor, bias: Tensor | None) -> Product:
     """x [1,in] -> [1,out]. A batch runs on all threads, and MKL has a faster kernel for it than for one product."""
     (rows, size), blocks = weight.shape, weight.unflatten(0, (BLOCKS, -1))
@@ -163,37 +156,38 @@ def _can_be_blocked(weight: Tensor) -> bool:
     return on_cpu and weight.is_contiguous() and weight.shape[0] % BLOCKS == 0 and not torch.is_autocast_enabled("cpu")
 
 
-def pack(weight: Tensor) -> Tensor | RowsWeight | Fp16Weight | None:
-    """The weight [out,in] in our own layout, fp16 or oneDNN's layout, packed once for each version of its values.
+def pack(weight: Tensor, int8: bool = False) -> Tensor | RowsWeight | Fp16Weight | torch.ScriptObject | None:
+    """Return the weight [out,in] in our own layout, fp16 or oneDNN's, packed once for each version of its values. int8:
+    rounded, where there is a product for that.
 
     None where packing has no use: on other devices, on processors without a fast product, and for weights that may
     still learn. Weights that learn change in ways that no version counter sees, such as through another parameter over
     the same memory.
     """
-    return _kept(_packed, weight, _pack)
+    if not _can_be_packed(weight):
+        return None
+    known, view = _packed.setdefault(weight.untyped_storage(), {}), (*_view_of(weight), int8)
+    version, packed = known.get(view, (None, None))
+    if version != weight._version:
+        packed = (_pack_int8 if int8 else _pack)(weight.detach())
+        known[view] = weight._version, packed
+    return pack(weight) if int8 and packed is None else packed
 
 
 def packed_rows(weight: Tensor, int8: bool = False) -> RowsWeight | None:
-    """The weight in our own layout; None where `linear` takes another product. int8: as there."""
-    packed = (_kept(_packed_int8, weight, _pack_int8) if int8 else None) or pack(weight)
+    """Return the weight in our own layout; None where `linear` takes another product. int8: as there."""
+    packed = pack(weight, int8)
     return packed if isinstance(packed, RowsWeight) else None
 
 
-def _kept(kept: WeakIdKeyDictionary, weight: Tensor, make: Callable[[Tensor], Any]) -> Any:
-    """What `make` packs the weight into, made once for each version of its values; None where it may not be packed."""
-    if not _can_be_packed(weight):
-        return None
-    known, view = kept.setdefault(weight.untyped_storage(), {}), _view_of(weight)
-    version, packed = known.get(view, (None, None))
-    if version != weight._version:
-        packed = make(weight.detach())
-        known[view] = weight._version, packed
-    return packed
+def inputs_of(packed: Tensor) -> int:
+    """Of a weight in our own layout."""
+    return (packed.shape[1] - (SCALES if packed.dtype == torch.int8 else 0)) * packed.shape[3]
 
 
 def bytes_read(weight: Tensor) -> int:
     """Bytes that a product with the weight reads, in the layout that it is packed in so far."""
-    _, packed = _packed.get(weight.untyped_storage(), {}).get(_view_of(weight), (None, None))
+    _, packed = _packed.get(weight.untyped_storage(), {}).get((*_view_of(weight), False), (None, None))
     if isinstance(packed, RowsWeight):
         return packed.packed.element_size() * weight.numel()
     return 2 * weight.numel() if isinstance(packed, Fp16Weight) else weight.nbytes
@@ -222,6 +216,43 @@ def check_int8(device: torch.device) -> None:
     there = native.has_rows() or fbgemm
     if device.type != "cpu" or not there:
         raise ValueError("draft_dtype int8 needs a CPU of the x86 family: give fp32 or bf16, or leave it out")
+
+
+def pack_bf16(weight: Tensor) -> RowsWeight | None:
+    """None unless bf16 holds all values exactly, and there is a product for them."""
+    if weight.dtype != torch.float32 or weight.shape[1] % 2 or not native.has_rows():
+        return None
+    narrow = weight.bfloat16()
+    return _pack_rows(narrow, 2) if torch.equal(narrow.float(), weight) else None
+
+
+def pack_fp32(weight: Tensor) -> RowsWeight | None:
+    return _pack_rows(weight, 1) if weight.dtype == torch.float32 and native.has_rows() else None
+
+
+def _pack_rows(weight: Tensor, beside: int) -> RowsWeight:
+    """beside: how many inputs of an output lie side by side."""
+    size, inputs = weight.shape
+    filled = F.pad(weight, (0, 0, 0, -size % UNIT))
+    groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, beside), inputs // beside, beside)
+    return RowsWeight(groups.transpose(1, 2).contiguous(), size)
+
+
+def row_scales(weight: Tensor) -> Tensor:
+    """[out] what a weight [out,in] is divided by, row by row, before it is rounded to int8."""
+    return weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+
+
+def pack_int8(weight: Tensor) -> RowsWeight | None:
+    """Rounded. None where there is no product for it."""
+    size, inputs = weight.shape
+    if weight.dtype != torch.float32 or inputs % 2 or not native.has_rows():
+        return None
+    scales = row_scales(weight)
+    rounded = (weight / scales[:, None]).round().to(torch.int8)
+    groups = F.pad(rounded, (0, 0, 0, -size % UNIT)).view(-1, UNIT, inputs // 2, 2).transpose(1, 2)
+    by = F.pad(scales, (0, -size % UNIT)).view(torch.int8).view(-1, SCALES, UNIT, 2)
+    return RowsWeight(torch.cat([groups, by], 1), size)
 
 
 def _pack_int8(weight: Tensor) -> RowsWeight | torch.ScriptObject | None:

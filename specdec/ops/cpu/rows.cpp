@@ -393,46 +393,34 @@ std::tuple<Tensor, Tensor> mlp_add(const Tensor& residual, const Tensor& x, cons
 
 } // namespace
 
+#define CPU(function) torch::dispatch(c10::DispatchKey::CPU, function)
+
 TORCH_LIBRARY(specdec_rows, m) {
   m.def("tiled(int inputs, int beside) -> bool", &tiled);
   m.def("group(int inputs, int beside) -> int", &group);
-  m.def("linear(Tensor x, Tensor weight, int size) -> Tensor");
-  m.def("mlp(Tensor x, Tensor gate_up, Tensor down, int size) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, int size) -> Tensor", CPU(&linear));
+  m.def("mlp(Tensor x, Tensor gate_up, Tensor down, int size) -> Tensor", CPU(&mlp));
   m.def(
       "tree_attention(Tensor q, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors, int nodes, float scale)"
-      " -> Tensor");
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def("add_norm(Tensor x, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)");
-  m.def("norm_pair(Tensor x, Tensor y, Tensor x_weight, Tensor y_weight, float x_eps, float y_eps) -> Tensor");
-  m.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor");
+      " -> Tensor", CPU(&attention::tree_attention));
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", CPU(&norm_rope::rms_norm));
+  m.def("add_norm(Tensor x, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)", CPU(&norm_rope::add_norm));
+  m.def("norm_pair(Tensor x, Tensor y, Tensor x_weight, Tensor y_weight, float x_eps, float y_eps) -> Tensor",
+        CPU(&norm_rope::norm_pair));
+  m.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", CPU(&norm_rope::rotate));
   m.def(
       "rope_write(Tensor rows, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) keys, Tensor(b!) values, Tensor? gains,"
-      " float eps) -> Tensor");
+      " float eps) -> Tensor", CPU(&norm_rope::rope_write));
   m.def(
       "attend_add(Tensor residual, Tensor x, Tensor qkv, Tensor o, Tensor cos, Tensor sin, Tensor slots,"
       " Tensor(a!) flat_keys, Tensor(b!) flat_values, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors,"
-      " int nodes, float scale, Tensor? gains, float gain_eps, Tensor weight, float eps) -> (Tensor, Tensor)");
+      " int nodes, float scale, Tensor? gains, float gain_eps, Tensor weight, float eps) -> (Tensor, Tensor)",
+      CPU(&attend_add));
   m.def(
-      "mlp_add(Tensor residual, Tensor x, Tensor gate_up, Tensor down, Tensor weight, float eps) -> (Tensor, Tensor)");
-  m.def("largest(Tensor x) -> Tensor");
-  m.def("likeliest(Tensor logits) -> (Tensor, Tensor)");
-  m.def("follow(Tensor tokens, Tensor parents, Tensor drawn, int steps) -> (Tensor, Tensor, Tensor)");
-  m.def("commit(Tensor(a!)[] memory, Tensor lens, Tensor path, Tensor n) -> ()");
-}
-
-TORCH_LIBRARY_IMPL(specdec_rows, CPU, m) {
-  m.impl("linear", &linear);
-  m.impl("mlp", &mlp);
-  m.impl("tree_attention", &attention::tree_attention);
-  m.impl("rms_norm", &norm_rope::rms_norm);
-  m.impl("add_norm", &norm_rope::add_norm);
-  m.impl("norm_pair", &norm_rope::norm_pair);
-  m.impl("rotate", &norm_rope::rotate);
-  m.impl("rope_write", &norm_rope::rope_write);
-  m.impl("attend_add", &attend_add);
-  m.impl("mlp_add", &mlp_add);
-  m.impl("largest", &tokens::largest);
-  m.impl("likeliest", &tokens::likeliest);
-  m.impl("follow", &tokens::follow);
-  m.impl("commit", &tokens::commit);
+      "mlp_add(Tensor residual, Tensor x, Tensor gate_up, Tensor down, Tensor weight, float eps) -> (Tensor, Tensor)",
+      CPU(&mlp_add));
+  m.def("largest(Tensor x) -> Tensor", CPU(&tokens::largest));
+  m.def("likeliest(Tensor logits) -> (Tensor, Tensor)", CPU(&tokens::likeliest));
+  m.def("follow(Tensor tokens, Tensor parents, Tensor drawn, int steps) -> (Tensor, Tensor, Tensor)", CPU(&tokens::follow));
+  m.def("commit(Tensor(a!)[] memory, Tensor lens, Tensor path, Tensor n) -> ()", CPU(&tokens::commit));
 }

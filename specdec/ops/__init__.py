@@ -1,22 +1,9 @@
-"""Fused GPU kernels, one file each (docs/kernels.md), and the choice between them and torch.
+"""Operators, one file each: what CUDA, a CPU with and without a C++ compiler, and Inductor run for it.
 
-Code that can use a kernel asks `kernel_for` for it, once per decoding where that is possible. Without one it calls
-torch. Triton is not imported before a kernel is chosen.
-
-A new kernel is its file, with the formula and `launch`; its name in `KERNELS`; its test against torch, with its case in
-`launches`, in tests/kernels; and its case in specdec/lab/bench/formulas.py.
-
-    name                 computes                                          in place of
-    tree_attention       tree nodes over committed slots and each other    attention.attend under attention.tree_mask
-    rms_norm             RMSNorm, and residual + RMSNorm                   layers.RMSNorm, layers.OffsetRMSNorm
-    rope_write           norms of q and k, rotation, write to the cache    rope.rotate, cache.KVCache.write
-    commit               accepted nodes' keys and values move down         cache.KVCache.commit
-    gated                act(gate) * up                                    the middle of layers.GatedMLP
-    head_topk            head, log-softmax and top-k without logits        a head, log_softmax and topk
-    filtered_sampling    temperature, top-k, top-p, min-p and a draw       sampling.draws.sample
-    norm_pair            two RMSNorms side by side                         specdec.drafters.layers.side_by_side
-    tree_level           a level of a dynamic tree: scores and the best    specdec.trees.dynamic.next_level
-    tree_select          the tree of a pool's best candidates              specdec.trees.dynamic.best_tree
+A file offers a function that binds an operator to weights, once per decoding, and returns a plain function: a Triton
+kernel (`cuda/`, docs/kernels.md), an operator in C++ (`cpu/`, by `native`), or torch's operators, which are the
+reference. `kernel_for` chooses between Triton and the others. What Inductor sees of an operator in C++ is registered by
+`native.seen_as`.
 """
 
 import functools
@@ -92,4 +79,4 @@ def _load(name: str, on_gpu: bool) -> Callable:
 
     if not on_gpu and not knobs.runtime.interpret:
         raise ValueError("Triton kernels need a GPU; on CPU tensors they run with TRITON_INTERPRET=1 only")
-    return importlib.import_module(f"specdec.kernels.{name}").launch
+    return importlib.import_module(f"specdec.ops.cuda.{name}").launch

@@ -4,7 +4,7 @@
     y = x / sqrt(mean(x^2) + eps) * (1 + weight)       Gemma (`offset`): rounded once, at the end
     s = x + residual, y as above of s                  s rounded to the dtype first, as an eager sum is
 
-In torch: `layers.RMSNorm`, `layers.OffsetRMSNorm`. Statistics are in fp32. A row is read once and stays in registers.
+In torch: `ops.rms_norm.reference`. Statistics are in fp32. A row is read once and stays in registers.
 """
 
 import torch

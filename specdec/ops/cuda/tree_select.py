@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.kernels.tree_level import ordered
+from specdec.ops.cuda.tree_level import ordered
 
 MOST, NODES = 4096, 256  # candidates of a row, nodes of a tree
 COLUMNS = 32  # of the ancestors, at once

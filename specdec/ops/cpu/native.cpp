@@ -49,14 +49,11 @@ Tensor onednn_linear(
 
 }  // namespace
 
+#define CPU(function) torch::dispatch(c10::DispatchKey::CPU, function)
+
 TORCH_LIBRARY(specdec, m) {
   m.def("hold_fbgemm(__torch__.torch.classes.quantized.LinearPackedParamsBase weight) -> Tensor", &hold_fbgemm);
   m.def("hold_onednn(Tensor weight) -> Tensor", &hold_onednn);
-  m.def("fbgemm_linear(Tensor x, Tensor handle, bool fewer_bits, int size) -> Tensor");
-  m.def("onednn_linear(Tensor x, Tensor handle, Tensor? bias, int size) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(specdec, CPU, m) {
-  m.impl("fbgemm_linear", &fbgemm_linear);
-  m.impl("onednn_linear", &onednn_linear);
+  m.def("fbgemm_linear(Tensor x, Tensor handle, bool fewer_bits, int size) -> Tensor", CPU(&fbgemm_linear));
+  m.def("onednn_linear(Tensor x, Tensor handle, Tensor? bias, int size) -> Tensor", CPU(&onednn_linear));
 }

@@ -2,7 +2,7 @@
 
     kv[l,:,b,lens[b]+k] = kv[l,:,b,lens[b]+path[b,k]]    for 1 <= k < n[b]; the root stays where it is
 
-In torch: `cache.KVCache.commit`. A slot may be the source of one move and the destination of another, so a program
+In torch: `ops.commit.reference`. A slot may be the source of one move and the destination of another, so a program
 reads all rows of its columns before it writes one.
 """
 
@@ -29,10 +29,10 @@ def _commit(addresses, like, lens, path, n, rows, slots, width, steps, STEPS: tl
 
 
 def launch(addresses: Tensor, like: Tensor, lens: Tensor, path: Tensor, n: Tensor) -> None:
-    """addresses [L] int64: `data_ptr` of each layer's tensor [2,R,S,K,Dh], contiguous and of the dtype of `like`, which
-    is the part [2,B,S,K,Dh] of one of them that is in use; lens, n [B], path [B,P]."""
-    _, batch, slots, kv_heads, dim = like.shape
-    width, steps = kv_heads * dim, path.shape[1]
+    """addresses [L] int64: `data_ptr` of each layer's tensor [2,R,S,K,Dh], contiguous, of which `like` is one; lens, n
+    [B] of the rows in use, path [B,P]."""
+    _, _, slots, kv_heads, dim = like.shape
+    width, (batch, steps) = kv_heads * dim, path.shape
     assert like.storage_offset() == 0, "rows count from the first in memory"
     padded = triton.next_power_of_2(steps)
     block = min(256, triton.next_power_of_2(width), max(16, TILE // padded))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import tiny_target
+from helpers import is_running, tiny_target
 from number_reader import Reader
 
 from specdec.engine.memory import weight_bytes
@@ -201,13 +201,6 @@ def test_the_process_of_an_engine_ends_with_ours_and_does_without_torch(tmp_path
     while is_running(number):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def is_running(number: str) -> bool:
-    try:
-        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 # In the benchmark

@@ -37,7 +37,7 @@ def test_it_may_be_shipped():
     assert (folder / "README.md").is_file()
 
 
-@pytest.mark.parametrize("shape", [(4, 5, 16), (10, 8, 60), (2, 3, 6), (1, 5, 6)], ids=str)
+@pytest.mark.parametrize("shape", [(4, 5, 16), (10, 8, 60), (1, 5, 6)], ids=str)
 @pytest.mark.parametrize("batch", [1, 4])
 def test_greedy_text_is_the_targets(pair, plain, shape, batch):
     target, drafter = pair

@@ -5,6 +5,7 @@ import json
 import subprocess
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -81,6 +82,23 @@ def run_here(main, *words: str) -> subprocess.CompletedProcess:
         except SystemExit as end:
             code = end.code or 0
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def is_running(number: int | str) -> bool:
+    """Whether a process has not ended; one that nobody has waited for has."""
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def refused(main, *words: object) -> str:
+    """Return the one sentence with which a command refuses its arguments: exit code 2, no traceback."""
+    done = run_here(main, *map(str, words))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "error: " in line]
+    return said
 
 
 def finish(engine: Engine) -> list[RoundReport]:

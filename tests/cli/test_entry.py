@@ -5,7 +5,6 @@ import sys
 import tomllib
 from contextlib import suppress
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -62,17 +61,6 @@ def test_every_command_explains_itself(name, capsys, monkeypatch):
 def test_the_doctor_explains_each_of_its_commands(command, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["specdec"])
     assert shown(["doctor", command, "--help"], capsys).startswith(f"usage: specdec doctor {command} ")
-
-
-def test_what_was_a_module_still_is_one():
-    for name in (
-        "specdec.generate",
-        "specdec.training.train",
-        "specdec.training.regenerate",
-        "specdec.training.cache",
-        "specdec.drafters.formats",
-    ):
-        assert find_spec(name) is not None
 
 
 @pytest.mark.parametrize(

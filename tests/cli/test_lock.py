@@ -1,7 +1,6 @@
 """Two processes and one output: the second is refused, or waits; the lock of a dead owner is free."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -9,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from test_cache import CONVERSATIONS, composed
+from short_runs import CONVERSATIONS
 from wrong_inputs import call
 
 from specdec.cli.lock import only_writer
-from specdec.training import cache, train
 
 HOLD = "import sys; from pathlib import Path; from specdec.cli.lock import only_writer\n"
 HOLD += "with only_writer(Path(sys.argv[1]), inside=sys.argv[2] == 'inside'):\n    print('held', flush=True); input()\n"
@@ -77,23 +75,14 @@ def test_a_place_without_permission_is_told():
         ("regenerate", "--prompts", "p.txt", "--out", "out.jsonl"),
         ("tune", "--prompt-file", "p.txt", "--out", "out"),
         ("generate", "--prompt", "x", "--trace", "out"),
+        ("train", "data.path=p.jsonl", "out=out"),
+        ("cache", "data.path=p.jsonl", "out=out"),
     ],
 )
 def test_commands_refuse_what_another_process_writes(words, tmp_path):
     (tmp_path / "p.txt").write_text("What is a tree?\n")
-    with other_process(tmp_path / words[-1]) as owner:
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
+    with other_process(tmp_path / words[-1].removeprefix("out="), inside="data.path=p.jsonl" in words) as owner:
         code, err = call(words, tmp_path)
     assert code == 2
     assert f"process {owner.pid} on" in err
-
-
-@pytest.mark.parametrize(("command", "name"), [(train, "train"), (cache, "cache")])
-def test_training_and_its_cache_too(command, name, target_path, tmp_path, capsys):
-    data, out = tmp_path / "data.jsonl", tmp_path / "out"
-    data.write_text("".join(json.dumps({"messages": c}) + "\n" for c in CONVERSATIONS))
-    settings = composed(name, f"target.path={target_path}", f"data.path={data}", f"out={out}")
-    with other_process(out, inside=True) as owner, pytest.raises(SystemExit) as stopped:
-        command.run(settings)
-    assert stopped.value.code == 2
-    assert f"process {owner.pid} on" in capsys.readouterr().err
-    assert os.listdir(out) in ([], [".writer.lock"])

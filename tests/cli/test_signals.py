@@ -12,8 +12,8 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.engine.trace_files import read_trace
 
 
-def interrupt_in_round(monkeypatch, number: int, which: int) -> None:
-    """Send a signal when the screen is told of so many rounds."""
+def in_round(monkeypatch, which: int, act) -> None:
+    """Act when the screen is told of so many rounds."""
     told = session.Screen.__call__
     count = 0
 
@@ -21,7 +21,7 @@ def interrupt_in_round(monkeypatch, number: int, which: int) -> None:
         nonlocal count
         count += 1
         if count == which:
-            os.kill(os.getpid(), number)
+            act()
         told(self, report)
 
     monkeypatch.setattr(session.Screen, "__call__", call)
@@ -32,20 +32,12 @@ def interrupt_in_round(monkeypatch, number: int, which: int) -> None:
 def test_generate_keeps_what_was_done(number, code, target_path, drafter_path, tmp_path, monkeypatch, capsys):
     (tmp_path / "p.txt").write_text("The quick\nWhat is\nEin Café\n")
     before = signal.getsignal(number)
-    pair = ["--target", str(target_path), "--draft", str(drafter_path), "--steps", "2", "--compare"]
-    words = [
-        "--prompt-file",
-        str(tmp_path / "p.txt"),
-        "--max-new-tokens",
-        "12",
-        "--trace",
-        str(tmp_path / "t"),
-        "--json",
-    ]
+    pair = ["--target", str(target_path), "--draft", str(drafter_path), "--steps", "2", "--compare", "--json"]
+    words = ["--prompt-file", str(tmp_path / "p.txt"), "--trace", str(tmp_path / "t"), "--max-new-tokens", "12"]
     cli.main([*pair, *words])
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     reports = sum(len(row.rounds) + 1 for row in read_trace(tmp_path / "t").rows[:1]) + 2
-    interrupt_in_round(monkeypatch, number, reports)
+    in_round(monkeypatch, reports, lambda: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as stopped:
         cli.main([*pair, *words])
     said = capsys.readouterr()
@@ -65,16 +57,10 @@ def test_generate_keeps_what_was_done(number, code, target_path, drafter_path, t
 
 
 def test_a_reader_that_goes_away_loses_no_trace(target_path, drafter_path, tmp_path, monkeypatch):
-    told, count = session.Screen.__call__, 0
+    def gone():
+        raise BrokenPipeError
 
-    def call(self, report):
-        nonlocal count
-        count += 1
-        if count == 4:
-            raise BrokenPipeError
-        told(self, report)
-
-    monkeypatch.setattr(session.Screen, "__call__", call)
+    in_round(monkeypatch, 4, gone)
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--target", str(target_path), "--draft", str(drafter_path), "--prompt", "The quick", "--steps", "2",
                   "--max-new-tokens", "32", "--trace", str(tmp_path / "t")])  # fmt: skip
@@ -118,7 +104,7 @@ def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(
         return line
 
     monkeypatch.setattr("builtins.input", type_a_line)
-    interrupt_in_round(monkeypatch, signal.SIGINT, 2)
+    in_round(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--target", str(target_path), "--draft", str(drafter_path), "--chat", "--max-new-tokens", "12",
                   "--trace", str(tmp_path / "t")])  # fmt: skip

@@ -105,18 +105,15 @@ def settings_of(config: str, *overrides: str) -> dict:
         return OmegaConf.to_container(compose(config, list(overrides)))
 
 
-@pytest.mark.parametrize("config", ["train", "cache", "sweep", "compare", "bench"])
-def test_the_settings_in_conf_are_valid(config):
-    check_settings(settings_of(config), config)
-
-
 @pytest.mark.parametrize(
-    "word",
-    [f"+experiment={name}" for name in registry.names("experiment")]
-    + [f"{group}={name}" for group in ("drafter", "objective", "trainer") for name in registry.names(group)],
+    "words",
+    [[name] for name in ("train", "cache", "sweep", "compare", "bench")]
+    + [["train", f"+experiment={name}"] for name in registry.names("experiment")]
+    + [["train", f"{group}={name}"] for group in ("drafter", "objective", "trainer") for name in registry.names(group)],
+    ids=" ".join,
 )
-def test_every_file_of_a_group_is_valid(word):
-    check_settings(settings_of("train", word), "train")
+def test_the_settings_in_conf_are_valid(words):
+    check_settings(settings_of(*words), words[0])
 
 
 @pytest.mark.parametrize(
@@ -124,17 +121,13 @@ def test_every_file_of_a_group_is_valid(word):
     [
         ("train", "resmue", True, "there is no setting resmue; there is resume"),
         ("train", "trainer.stps", 3, "there is no setting trainer.stps; there is trainer.steps"),
-        ("train", "target.path", "", "target.path is empty"),
         ("train", "data.heldout", -1, "data.heldout must be at least 0, got -1"),
-        ("train", "trainer.lr", float("nan"), "trainer.lr must be a finite number"),
         ("train", "trainer.log_every", None, "trainer.log_every must be a whole number from 1 to 2147483648, got null"),
         ("sweep", "topk", [1, 10**9], "topk must be at most 1024"),
         ("sweep", "steps", 10**6, "steps must be at most 256"),
         ("train", "drafter.intermediate_size", 10**9, "drafter.intermediate_size must be at most"),
-        ("train", "objective.switch", "abc", "objective.switch must be a number, got 'abc'"),
         ("train", "trainer.muon_lr", {"a": 1}, "trainer.muon_lr must be a number from 0 to 100 or null"),
         ("train", "trainer.clip", 0, "trainer.clip must be above 0, got 0"),
-        ("compare", "trials", "two", "trials must be a whole number, got 'two'"),
     ],
 )
 def test_settings_of_hydra_commands(config, path, value, message):

@@ -18,27 +18,26 @@ CONFIG = {
 IDS = [0, 1, 3, 4, 8, 9, 10, 20, 21, 30, 38, 39]
 
 
-def layer_shapes(prefix: str, width: int, sizes=(H, I, HEADS, KV, DIM)) -> dict[str, tuple]:
-    h, i, heads, kv, dim = sizes
+def layer_shapes(prefix: str, width: int) -> dict[str, tuple]:
     return {
-        f"{prefix}.self_attn.q_proj.weight": (heads * dim, width),
-        f"{prefix}.self_attn.k_proj.weight": (kv * dim, width),
-        f"{prefix}.self_attn.v_proj.weight": (kv * dim, width),
-        f"{prefix}.self_attn.o_proj.weight": (h, heads * dim),
-        f"{prefix}.mlp.gate_proj.weight": (i, h),
-        f"{prefix}.mlp.up_proj.weight": (i, h),
-        f"{prefix}.mlp.down_proj.weight": (h, i),
-        f"{prefix}.post_attention_layernorm.weight": (h,),
+        f"{prefix}.self_attn.q_proj.weight": (HEADS * DIM, width),
+        f"{prefix}.self_attn.k_proj.weight": (KV * DIM, width),
+        f"{prefix}.self_attn.v_proj.weight": (KV * DIM, width),
+        f"{prefix}.self_attn.o_proj.weight": (H, HEADS * DIM),
+        f"{prefix}.mlp.gate_proj.weight": (I, H),
+        f"{prefix}.mlp.up_proj.weight": (I, H),
+        f"{prefix}.mlp.down_proj.weight": (H, I),
+        f"{prefix}.post_attention_layernorm.weight": (H,),
     }
 
 
-def eagle3_shapes(layer: str, h: int = H, u: int = U, sizes=(H, I, HEADS, KV, DIM)) -> dict[str, tuple]:
-    return layer_shapes(layer, 2 * h, sizes) | {
-        f"{layer}.hidden_norm.weight": (h,),
-        f"{layer}.input_layernorm.weight": (h,),
-        "fc.weight": (h, 3 * h),
-        "norm.weight": (h,),
-        "lm_head.weight": (u, h),
+def eagle3_shapes(layer: str, u: int = U) -> dict[str, tuple]:
+    return layer_shapes(layer, 2 * H) | {
+        f"{layer}.hidden_norm.weight": (H,),
+        f"{layer}.input_layernorm.weight": (H,),
+        "fc.weight": (H, 3 * H),
+        "norm.weight": (H,),
+        "lm_head.weight": (u, H),
     }
 
 
@@ -147,14 +146,13 @@ def publish(folder, case: str):
     return folder
 
 
-def make_target(device: str = "cpu", **fields) -> Target:
+def make_target(**fields) -> Target:
     config = {
         "layers": LAYERS, "hidden": H, "intermediate": I, "heads": 4, "kv_heads": 2, "head_dim": 8, "vocab": V,
         "eps": 1e-5, "rope": Rope(500000.0), "context": 128, "tied": False,
     } | fields  # fmt: skip
     torch.manual_seed(0)
-    with torch.device(device):
-        return Target(ModelConfig(**config)).eval()
+    return Target(ModelConfig(**config)).eval()
 
 
 def written(folder, config: dict, tensors: dict):

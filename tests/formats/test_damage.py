@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import save_hf, tiny_drafter, tiny_target
+from helpers import run_here, save_hf, tiny_drafter, tiny_target
 from published import CONFIG, PUBLISHED, H, U, V, make_target, mtp_shapes, random_tensors, without, written
 
 from specdec.cli import generate
@@ -177,16 +177,14 @@ def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, tmp_path):
         command.convert(folder, tmp_path / "there", "eagle3")
 
 
-def test_generate_refuses_nan_and_takes_it_if_asked(drafter_path, target_path, tmp_path, capsys):
+def test_generate_refuses_nan_and_takes_it_if_asked(drafter_path, target_path, tmp_path):
     tensors = dict(read_tensors(drafter_path))
     put("fc.weight", NAN)(tensors)
     folder = written(tmp_path / "bad", json.loads((drafter_path / "config.json").read_text()), tensors)
-    arguments = ["--target", target_path, "--draft", folder, "--prompt", "The", "--max-new-tokens", "2", "--raw"]
-    with pytest.raises(SystemExit) as stop:
-        generate.main([str(a) for a in arguments])
-    assert stop.value.code == 2
-    assert "fc.weight holds 1 NaN" in capsys.readouterr().err
-    generate.main([str(a) for a in [*arguments, "--allow-nonfinite"]])
+    words = ["--target", str(target_path), "--draft", str(folder), "--prompt", "The", "--max-new-tokens", "2", "--raw"]
+    done = run_here(generate.main, *words)
+    assert (done.returncode, "fc.weight holds 1 NaN" in done.stderr) == (2, True)
+    assert run_here(generate.main, *words, "--allow-nonfinite").returncode == 0
 
 
 def test_weights_are_looked_at_one_at_a_time_and_not_kept(damaged, monkeypatch):

@@ -14,7 +14,6 @@ from published import (
     PUBLISHED,
     H,
     V,
-    eagle3_shapes,
     make_target,
     publish,
     random_tensors,
@@ -30,7 +29,6 @@ from specdec.drafters.formats.convert import SERVERS, convert, export
 from specdec.drafters.formats.description import as_text, inspect
 from specdec.drafters.formats.speculators import speculators_fields
 from specdec.model.loader import load_target
-from specdec.model.rope import Rope
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
@@ -166,35 +164,6 @@ def test_what_is_saved_is_loaded_and_not_drawn_first(kind, tmp_path):
     if "pard" not in kind:  # a language model, which decodes
         with pytest.raises(ValueError, match=r"it is a drafter \(\w+\), not a target: give it as the draft"):
             load_target(tmp_path / "it")
-
-
-def test_real_sizes_of_llama_3_1_8b_on_the_meta_device():
-    """yuhuili/EAGLE3-LLaMA3.1-Instruct-8B: its names, shapes and config, against a target of the real size."""
-    sizes = (4096, 14336, 32, 8, 128)
-    target = make_target(
-        "meta", layers=32, hidden=4096, intermediate=14336, heads=32, kv_heads=8, head_dim=128, vocab=128256
-    )
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
-        "vocab_size": 128256, "draft_vocab_size": 32000, "max_position_embeddings": 2048, "torch_dtype": "float16",
-    }  # fmt: skip
-    shapes = eagle3_shapes("midlayer", 4096, 32000, sizes)
-    tensors = {name: torch.empty(shape, dtype=torch.float16, device="meta") for name, shape in shapes.items()}
-    ids = torch.arange(32000) * 4
-    tensors |= {"d2t": ids - torch.arange(32000), "t2d": torch.zeros(128256, dtype=torch.bool).index_fill(0, ids, True)}
-    family, layout = recognise(config, tensors, "llama")
-    meaning, found = layout.read(config, tensors, "llama")
-    drafter = family.construct(meaning, found, target, "llama")
-    assert drafter.taps == (2, 16, 29)
-    assert drafter.shape.rope == Rope(10000.0)
-    assert sum(p.numel() for p in drafter.parameters()) == 424_689_664  # 0.85 GB in fp16
-    for other in (layout for layout in FAMILIES[family] if layout.name not in SERVERS):
-        spelled_config, spelled = other.write(meaning, found, None)
-        again, back = other.read(spelled_config, spelled, "llama")
-        assert again == meaning
-        spelled_again = layout.write(again, back, None)[1]
-        assert {n: t.shape for n, t in spelled_again.items()} == {n: t.shape for n, t in tensors.items()}
 
 
 def test_what_a_layout_cannot_say_is_refused(tmp_path):

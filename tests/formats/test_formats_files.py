@@ -57,20 +57,18 @@ def test_shards_and_pickles_hold_the_same(kind, folder, target):
     assert same_as(folder, target, original)
 
 
-def test_a_shard_that_is_missing_is_named(folder, target):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"fc.weight": "part-2.safetensors"}})
-    )
-    with pytest.raises(ValueError, match=r"lacks the shard part-2.safetensors"):
-        load_drafter(folder, target)
-
-
-@pytest.mark.parametrize("name", ["", "../part-2.safetensors"])
-def test_a_shard_that_is_no_file_beside_the_index_is_refused(name, folder, target):
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("part-2.safetensors", "lacks the shard part-2.safetensors"),
+        ("", "weight_map must name files beside it, got ''"),
+        ("../part-2.safetensors", "weight_map must name files beside it, got '../part-2.safetensors'"),
+    ],
+)
+def test_a_shard_that_is_no_file_beside_the_index_is_named(name, message, folder, target):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
-    with pytest.raises(ValueError, match=f"weight_map must name files beside it, got '{name}'"):
+    with pytest.raises(ValueError, match=message):
         load_drafter(folder, target)
 
 

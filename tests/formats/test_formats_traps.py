@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from published import CONFIG, IDS, NESTED, PUBLISHED, H, V, make_target, mtp_shapes, random_tensors, without, written
+from published import CONFIG, NESTED, PUBLISHED, H, V, make_target, mtp_shapes, random_tensors, without, written
 
 from specdec.drafters.formats import load_drafter
 from specdec.model.rope import Rope
@@ -52,12 +52,6 @@ def test_speculators_leaves_out_what_is_its_classes_default(case):
     assert case("speculators", transformer_layer_config=nested).shape.eps == 1e-6
     bare = {k: v for k, v in nested.items() if k != "max_position_embeddings"} | {"model_type": "qwen3"}
     assert case("speculators, Qwen3 layer", transformer_layer_config=bare).shape.context == 32768
-
-
-def test_target_ids_in_d2t_are_refused_by_name_without_t2d_too(case):
-    with pytest.raises(ValueError, match="look like target ids"):
-        case("EAGLE", tensors={"d2t": torch.tensor(IDS)}, drop=("t2d",))
-    assert case("EAGLE").vocab.ids.tolist() == IDS
 
 
 def test_number_of_layers_and_architecture_are_not_believed(case):

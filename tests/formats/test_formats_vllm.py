@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import save_hf, tiny_drafter, tiny_target
+from helpers import save_hf
 from published import make_target, publish
 from safetensors.torch import load_file, save_file
 
@@ -139,9 +139,6 @@ def test_eagle_without_a_bias_shares_the_targets_embedding(pair, tmp_path):
     folder, target, _ = pair
     _, tensors = written(eagle.create(target, fc_bias=False), target, tmp_path, folder)
     assert "embed_tokens.weight" not in tensors
-    few = eagle.create(target, vocab=DraftVocab(target.vocab, torch.arange(9)))
-    with pytest.raises(ValueError, match=r"only some \(train with drafter.draft_vocab_size=null\)"):
-        written(few, target, tmp_path / "few", folder)
 
 
 @pytest.mark.parametrize("kind", ["one block", "two blocks", "own matrices"])
@@ -305,12 +302,3 @@ def test_training_says_at_its_start_which_servers_could_not_load_the_drafter(pai
             with pytest.raises(ValueError, match=r".") as refused:
                 export(tmp_path / name, tmp_path / f"{name}, {server}", server, folder)
             assert str(refused.value).split(": ")[0] in reasons[server], name
-
-
-def test_a_draft_vocabulary_is_no_tensor_left_over(tmp_path):
-    target = tiny_target()
-    for kind in ("eagle", "medusa", "mtp"):
-        save_drafter(tiny_drafter(target, draft_vocab=8, kind=kind), tmp_path / kind, target)
-        to = open_checkpoint(tmp_path / kind).layout.name
-        convert(tmp_path / kind, tmp_path / f"{kind}-again", to)
-        assert load_drafter(tmp_path / f"{kind}-again", target).vocab.size == 8

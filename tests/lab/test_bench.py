@@ -1,11 +1,10 @@
 """The benchmark: its numbers by hand on scripted runs, its contenders on a small model, the command as a whole."""
 
 import json
-import sys
 import time
 
 import pytest
-from helpers import save_hf, tiny_drafter, tiny_target
+from helpers import refused, run_here, save_hf, tiny_drafter, tiny_target
 
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
@@ -207,21 +206,16 @@ def test_ours_counts_the_drafters_weights_and_cache():
 # The command
 
 
-def script(monkeypatch, *words: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["specdec bench", *words])
-    main()
-
-
 QUICK = [
     "suite.warmups=0", "suite.trials=1", "configurations.short={prompt: 8, new: 6}", "suite.configurations=[short]"
 ]  # fmt: skip
 
 
-def test_a_shape_with_a_simulated_tau(monkeypatch, tmp_path, capsys):
+def test_a_shape_with_a_simulated_tau(tmp_path):
     out = tmp_path / "a.json"
     words = [f"out={out}", "shape=tiny", "steps=3", "num_draft_tokens=8", "simulate_tau=2.5", *QUICK]
-    script(monkeypatch, *words, "suite.contenders=[plain,speculative,sdpa,assisted]")
-    result, printed = json.loads(out.read_text()), capsys.readouterr().out
+    printed = run_here(main, *words, "suite.contenders=[plain,speculative,sdpa,assisted]").stdout
+    result = json.loads(out.read_text())
     rows, name = by_name(result["rows"]), f"speculative, {MARK} tau 2.5"
     assert list(rows) == ["plain", name, "sdpa", "assisted"]
     assert rows[name]["simulated"]
@@ -236,12 +230,12 @@ def test_a_shape_with_a_simulated_tau(monkeypatch, tmp_path, capsys):
     assert last["tokens_per_second"]["short: assisted"] is None
 
 
-def test_a_trained_pair(monkeypatch, tmp_path, target_path, drafter_path, matmul_precision):
+def test_a_trained_pair(tmp_path, target_path, drafter_path, matmul_precision):
     out, prompts = tmp_path / "a.json", tmp_path / "prompts.txt"
     prompts.write_text("The quick brown fox\nWhat is 12 + 30?\n")
     words = [f"out={out}", f"target.path={target_path}", f"draft={drafter_path}", f"prompts={prompts}", "questions=2"]
     words += ["draft_dtype=bf16", "target.matmul_precision=medium"]
-    script(monkeypatch, *words, *QUICK, "suite.contenders=[plain,speculative,eager]")
+    run_here(main, *words, *QUICK, "suite.contenders=[plain,speculative,eager]")
     result = json.loads(out.read_text())
     assert "medium precision" in result["benchmark"]
     assert not result["simulated"]
@@ -259,23 +253,14 @@ def test_a_trained_pair(monkeypatch, tmp_path, target_path, drafter_path, matmul
         (["shape=tiny", "configurations.short.prompt=0"], "short.prompt must be a positive whole number, got 0"),
         (["shape=tiny", "+configurations.short.odd=1"], "configurations.short: got an unexpected keyword argument"),
         (["shape=tiny", "draft_dtype=bf16"], "with shape= leave out target.path, assistant, token_map, draft_dtype"),
-        (["shape=tiny", "questions=0"], "questions must be at least 1, got 0"),
         (["shape=tiny", "device=abacus"], "device 'abacus' cannot be used here"),
         (["shape=tiny", "out=/no/such/folder/a.json"], "there is no folder /no/such/folder"),
-        (["shape=tiny", "budget_s=-1"], "budget_s must be a positive number"),
-        (["shape=tiny", "suite.warmups=-1"], "warmups must be at least 0"),
         (["shape=huge"], "In 'bench': Could not find 'shape/huge'"),
         ([], "give prompts=FILE, or a shape="),
     ],
 )
-def test_mistakes_are_one_sentence(monkeypatch, tmp_path, capsys, words, message):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stopped:
-        script(monkeypatch, "out=a.json", *words)
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err.strip().splitlines()
-    assert error[-1].startswith("error: ")
-    assert message in error[-1]
+def test_mistakes_are_one_sentence(tmp_path, words, message):
+    assert message in refused(main, f"out={tmp_path / 'a.json'}", *words)
     assert not (tmp_path / "a.json").exists()
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import uvicorn
-from helpers import tiny_drafter, tiny_target
+from helpers import Credulous, tiny_drafter, tiny_target
 from remotes import small_server
 
 from specdec import remote
@@ -24,18 +24,6 @@ from specdec.verify import SampleAndMatch
 
 PROMPTS = [[3, 5, 7], [1], list(range(12)), [2, 2]]
 NEW = 16
-
-
-class Careless(SampleAndMatch):
-    """A broken rule, which emits a draw one token too high: any, or the token 3 only."""
-
-    def __init__(self, any_token: bool = False):
-        object.__setattr__(self, "any_token", any_token)
-
-    def __call__(self, tree, logits, sampling, noise=None):
-        verdict = super().__call__(tree, logits, sampling, noise)
-        verdict.tokens[:, 0] += (verdict.tokens[:, 0] == 3) | self.any_token
-        return verdict
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +54,10 @@ def test_a_right_server_is_found_lossless(target):
 @pytest.mark.parametrize("ids", [True, False])
 def test_a_wrong_server_is_caught(ids, target):
     """Also where it tells its tokens by name only; then nothing can be asked anew, and nothing passes as a tie."""
-    with small_server(speculative(target, Careless()), ids=ids) as fast, small_server(Engine(target), ids=ids) as slow:
+    with small_server(speculative(target, Credulous()), ids=ids) as fast, small_server(Engine(target), ids=ids) as slow:
         proof = against_server(Remote(fast.url), Remote(slow.url), PROMPTS, NEW)
         assert proof.bugs == len(proof.mismatches) > 0
-        assert (proof.mismatches[0].plain, proof.mismatches[0].speculative) == ("t3", "t4")
+        assert proof.mismatches[0].plain != proof.mismatches[0].speculative
         assert (proof.mismatches[0].margin < float("inf")) <= ids
         assert "NOT LOSSLESS" in proof.verdict()
         if ids:
@@ -104,7 +92,7 @@ def test_our_own_server_by_the_command(target_path, drafter_path, tmp_path, caps
 
 def test_the_command_ends_with_1_for_a_wrong_server(target_path, drafter_path, capsys):
     target = load_target(target_path)
-    engine = Engine(target, load_drafter(drafter_path, target), Chain(3), Careless(any_token=True))
+    engine = Engine(target, load_drafter(drafter_path, target), Chain(3), Credulous())
     with small_server(engine) as fast, small_server(Engine(target)) as slow:
         where = ["--server", fast.url, "--plain-server", slow.url, "--target", str(target_path)]
         with pytest.raises(SystemExit) as stop:

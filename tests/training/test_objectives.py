@@ -1,11 +1,11 @@
-"""The objectives of EAGLE-1/2, MTP and Medusa against plain restatements; every drafter that learns does learn."""
+"""The objectives of EAGLE-1/2, MTP and Medusa against plain restatements; what a step keeps."""
 
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import BLOCKS, DRAFTERS, LEARNERS, PARALLEL, tiny_block, tiny_drafter, tiny_parallel, tiny_target
+from helpers import BLOCKS, DRAFTERS, PARALLEL, tiny_block, tiny_drafter, tiny_parallel, tiny_target
 from short_runs import batch
 
 from specdec.training.loop.footprint import saved_bytes
@@ -125,34 +125,6 @@ def test_token_loss_by_hand(kind):
     torch.testing.assert_close(metrics["losses"], torch.stack(means).detach(), rtol=1e-5, atol=1e-5)
     expected = (means[0] + 0.6 * means[1] + 0.36 * means[2]) / 1.96
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("kind", LEARNERS)
-def test_every_drafter_learns(kind):
-    """Ten steps on one batch lower its loss and reach every parameter."""
-    target = tiny_target()
-    drafter = tiny_drafter(target, kind=kind)
-    data = batch(target, drafter)
-    objectives = [Eagle3Objective(steps=3), TokensObjective(steps=3)]
-    if kind.startswith("eagle") and "3" not in kind:
-        objectives.append(EagleObjective(steps=2, noise=0.0))
-    for objective in objectives:
-        optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
-        losses = []
-        for _ in range(10):
-            loss, _ = objective(drafter, **data)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0] * 0.95
-    used = {n for n, p in drafter.named_parameters() if p.grad is not None and p.grad.abs().max() > 0}
-    unused = {n for n, _ in drafter.named_parameters()} - used
-    idle = ("norm.weight",) if kind == "eagle3-no-head-norm" else ()  # nothing reads it
-    if kind.startswith("medusa"):  # heads beyond the steps that are trained
-        idle = tuple(f"{part}.{i}." for part in ("blocks", "heads") for i in (3, 4))
-    assert all(n.startswith(idle) for n in unused), unused
 
 
 @pytest.mark.matrix

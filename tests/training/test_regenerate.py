@@ -1,10 +1,13 @@
-"""Regeneration: whatever interrupts it, the same command goes on and ends with the same bytes."""
+"""Regeneration, here and by a server: whatever interrupts it, the same command goes on and ends with the same bytes."""
 
 import json
 
 import pytest
+from helpers import refused
+from remotes import small_server
 from short_runs import contents, small_files
 
+from specdec import remote
 from specdec.engine.engine import Engine
 from specdec.model.cache import KVCache
 from specdec.model.loader import load_target
@@ -40,14 +43,13 @@ def whole(target_path, prompts, tmp_path_factory):
     return runs
 
 
-def test_parts_make_the_files_of_the_whole(target_path, prompts, whole, tmp_path, capsys):
+def test_parts_make_the_files_of_the_whole(target_path, prompts, whole, tmp_path):
     out = tmp_path / "answers.jsonl"
     for part in ("1/2", "0/2", "0/2"):
         main(arguments(target_path, prompts, out, "--part", part))
     assert contents(tmp_path) == whole["greedy"]
-    with pytest.raises(SystemExit):
-        main(arguments(target_path, prompts, out, "--part", "2/2"))
-    assert "--part is K/N, such as 0/4 for the first of 4 parts, and not '2/2'" in capsys.readouterr().err
+    said = refused(main, *arguments(target_path, prompts, out, "--part", "2/2"))
+    assert "--part is K/N, such as 0/4 for the first of 4 parts, and not '2/2'" in said
 
 
 def test_every_prompt_has_its_answer_in_a_shard(target_path, prompts, whole):
@@ -141,7 +143,7 @@ def test_a_finished_run_is_not_run_again(target_path, prompts, tmp_path, whole, 
     assert contents(tmp_path) == whole["greedy"]
 
 
-def test_other_settings_do_not_go_on_with_it(target_path, prompts, tmp_path, capsys):
+def test_other_settings_do_not_go_on_with_it(target_path, prompts, tmp_path):
     out = tmp_path / "answers.jsonl"
     main(arguments(target_path, prompts, out, "--limit", "6"))
     before = contents(tmp_path)
@@ -151,29 +153,24 @@ def test_other_settings_do_not_go_on_with_it(target_path, prompts, tmp_path, cap
         (("--limit", "6", "--seed", "1"), "begun with seed 0, and this is 1"),
         (("--limit", "6", "--batch-size", "4"), "begun with batch_size 5, and this is 4"),
     ):
-        with pytest.raises(SystemExit, match="2"):
-            main(arguments(target_path, prompts, out, *more))
-        assert message in capsys.readouterr().err
+        assert message in refused(main, *arguments(target_path, prompts, out, *more))
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"prompt": "What else?"}) + "\n")
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments(target_path, other, out, "--limit", "6", "--shard-size", "1"))
+    refused(main, *arguments(target_path, other, out, "--limit", "6", "--shard-size", "1"))
     other.unlink()
     assert contents(tmp_path) == before
     out = tmp_path / "mine.jsonl"
     out.write_text("precious\n")
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments(target_path, prompts, out, "--limit", "6"))
-    assert "mine.jsonl exists and was not made by this command" in capsys.readouterr().err
+    said = refused(main, *arguments(target_path, prompts, out, "--limit", "6"))
+    assert "mine.jsonl exists and was not made by this command" in said
     assert out.read_text() == "precious\n"
 
 
 @pytest.mark.parametrize("room", [700, 1000])
-def test_a_full_disk_is_one_sentence_and_nothing_is_lost(target_path, prompts, tmp_path, whole, capsys, room):
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(target_path, prompts, tmp_path, whole, room):
     command = arguments(target_path, prompts, tmp_path / "answers.jsonl", *SAMPLED)
-    with small_files(room), pytest.raises(SystemExit, match="2"):
-        main(command)
-    told = capsys.readouterr().err.strip().splitlines()[-1]
+    with small_files(room):
+        told = refused(main, *command)
     assert told.startswith("error: cannot write ")
     assert "File too large; what was written is kept" in told
     text = (tmp_path / "answers-00000-of-00003.jsonl.partial").read_bytes()
@@ -188,9 +185,7 @@ def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
     command = arguments(target_path, path, tmp_path / "answers.jsonl")
-    with pytest.raises(SystemExit, match="2"):
-        main(command)
-    assert "prompts.jsonl line 4: invalid JSON" in capsys.readouterr().err
+    assert "prompts.jsonl line 4: invalid JSON" in refused(main, *command)
     main([*command, "--bad", "skip"])
     told = capsys.readouterr()
     assert "1 prompts of more than 64 tokens left out" in told.err
@@ -203,17 +198,13 @@ def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
     ("more", "message"),
     [
         (("--samples", "2"), "--samples 2 needs a --temperature"),
-        (("--batch-size", "0"), "--batch-size must be at least 1"),
-        (("--shard-size", "0"), "--shard-size must be at least 1"),
-        (("--top-p", "0.5"), "need a temperature above 0"),
-        (("--limit", "0"), "--limit must be at least 1"),
         (("--out", "/proc/nowhere/answers.jsonl"), "cannot write /proc/nowhere"),
+        (("--model", "x"), "--model names a model of --server"),
+        (("--server", "nowhere"), "begins with http:// or https://"),
     ],
 )
-def test_mistakes_are_one_sentence(target_path, prompts, tmp_path, capsys, more, message):
-    with pytest.raises(SystemExit, match="2"):
-        main(arguments(target_path, prompts, tmp_path / "answers.jsonl", *more))
-    assert message in capsys.readouterr().err
+def test_mistakes_are_one_sentence(target_path, prompts, tmp_path, more, message):
+    assert message in refused(main, *arguments(target_path, prompts, tmp_path / "answers.jsonl", *more))
 
 
 def test_several_samples_of_a_prompt_differ_and_texts_are_continued(target_path, tmp_path, capsys):
@@ -230,3 +221,74 @@ def test_the_plan_depends_on_the_seed_alone_and_holds_every_prompt():
     prompts = [Prompt([1] * (i % 5), []) for i in range(20)]
     assert plan(prompts, 3, 1) == plan(list(prompts), 3, 1) != plan(prompts, 3, 2)
     assert sorted(p.number for batch in plan(prompts, 3, 1) for p in batch) == list(range(20))
+
+
+# Answers from a server
+
+
+@pytest.fixture(scope="module")
+def engine(target_path):
+    return Engine(load_target(target_path))
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(remote, "PAUSE", 0.001)
+
+
+def ask(server, target_path, prompts, out, *more) -> None:
+    where = ["--server", server.url, "--model", "small", "--target", str(target_path)]
+    main([*where, "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6", "--requests", "4", *more])
+
+
+def test_the_answers_are_the_targets_own(engine, target_path, prompts, tmp_path):
+    with small_server(engine) as server:
+        ask(server, target_path, prompts, tmp_path / "answers.jsonl")
+    rows = [json.loads(line)["messages"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert len(rows) == len(server.asked) == 23
+    assert all(isinstance(body["prompt"][0], int) for body in server.asked)
+    for question, answer in rows[:4]:
+        row = engine.generate([encode_chat(engine.target, [question])], max_new_tokens=6).rows[0]
+        assert answer["content"] == engine.target.tokenizer.decode(row.tokens, skip_special_tokens=True)
+    made_by = json.loads((tmp_path / "answers.run.json").read_text())
+    assert (made_by["server_model"], made_by["server_version"]) == ("small", "0.1 of the tests")
+    assert (made_by["temperature"], made_by["top_p"], made_by["max_new_tokens"]) == (0.0, 1.0, 6)
+
+
+def test_after_failures_and_an_interruption_the_bytes_are_the_same(engine, target_path, prompts, tmp_path, capsys):
+    for folder in ("whole", "cut"):
+        (tmp_path / folder).mkdir()
+    settings = ("--shard-size", "5", "--limit", "13", "--temperature", "1.0", "--seed", "3")
+    with small_server(engine) as server:
+        ask(server, target_path, prompts, tmp_path / "whole" / "answers.jsonl", *settings)
+    whole, out = contents(tmp_path / "whole"), tmp_path / "cut" / "answers.jsonl"
+    failing = small_server(engine, fail=lambda number: 400 if number > 8 else None)
+    with failing as server, pytest.raises(SystemExit, match="2"):
+        ask(server, target_path, prompts, out, *settings)
+    assert "answers 400: not now" in capsys.readouterr().err
+    left = b"".join(data for name, data in sorted(contents(out.parent).items()) if "jsonl" in name)
+    assert 0 < left.count(b"\n") <= 9
+    (out.parent / "answers-00001-of-00003.jsonl.partial").open("ab").write(b'{"messages"')  # a kill within a line
+    with small_server(engine, fail=lambda number: 503 if number % 3 == 0 else None) as server:
+        ask(server, target_path, prompts, out, *settings)
+    assert contents(out.parent) == whole
+
+
+def test_another_version_of_a_server_does_not_go_on_with_it(engine, target_path, prompts, tmp_path, capsys):
+    out = tmp_path / "answers.jsonl"
+    with small_server(engine) as server:
+        ask(server, target_path, prompts, out)
+        server.version = "0.2"
+        with pytest.raises(SystemExit, match="2"):
+            ask(server, target_path, prompts, out)
+    assert "begun with server_version 0.1 of the tests, and this is 0.2" in capsys.readouterr().err
+
+
+def test_a_server_without_ids_gives_its_text(engine, target_path, prompts, tmp_path):
+    with small_server(engine) as server:
+        ask(server, target_path, prompts, tmp_path / "ids.jsonl")
+    with small_server(engine, ids=False) as server:
+        ask(server, target_path, prompts, tmp_path / "text.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "ids.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert all(row["messages"][-1].pop("tokens") for row in rows)
+    assert rows == [json.loads(line) for line in (tmp_path / "text.jsonl").read_text(encoding="utf-8").splitlines()]

@@ -25,26 +25,22 @@ def settings(name: str = "eagle3", **fields):
     return OmegaConf.merge(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), fields)
 
 
-def test_a_published_head_is_trained_further(target_path, drafter_path):
-    target = load_target(target_path)
-    given = load_drafter(drafter_path, target)
-    drafter = build_drafter(settings(draft_vocab_size=given.vocab.size), target, [], 0, str(drafter_path))
-    assert torch.equal(drafter.vocab.ids, given.vocab.ids)
+@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "medusa"])
+def test_every_kind_can_be_trained_further(target_path, drafter_path, tmp_path, kind):
+    """With the vocabulary of the checkpoint; EAGLE-3 heads have some tokens here, and the others all."""
+    target, folder = load_target(target_path), drafter_path if kind == "eagle3" else tmp_path / "given"
+    if kind != "eagle3":
+        made = tiny_drafter(target, kind=kind)
+        made.recipe = {"_target_": "drafters.none.create"}  # not used by those with a layout
+        save_drafter(made, folder, target)
+    given = load_drafter(folder, target)
+    some = given.vocab.size if kind == "eagle3" else None
+    drafter = build_drafter(settings(kind, draft_vocab_size=some), target, [], 0, str(folder))
+    assert kind != "eagle3" or torch.equal(drafter.vocab.ids, given.vocab.ids)
     for (name, weight), expected in zip(drafter.named_parameters(), given.parameters(), strict=True):
         assert torch.equal(weight, expected), name
-        assert weight.requires_grad, name
         assert weight.dtype == torch.float32, name
-
-
-@pytest.mark.parametrize("kind", ["eagle", "mtp", "medusa"])
-def test_every_kind_can_be_trained_further(target_path, tmp_path, kind):
-    target = load_target(target_path)
-    given = tiny_drafter(target, kind=kind)
-    given.recipe = {"_target_": "drafters.none.create"}  # not used by those with a layout
-    save_drafter(given, tmp_path / "given", target)
-    drafter = build_drafter(settings(kind, draft_vocab_size=None), target, [], 0, str(tmp_path / "given"))
-    for (name, weight), expected in zip(drafter.named_parameters(), given.parameters(), strict=True):
-        assert torch.equal(weight, expected), name
+        assert weight.requires_grad or kind != "eagle3", name
 
 
 def test_the_draft_vocabulary_is_that_of_the_checkpoint_unless_a_size_is_given(target_path, drafter_path):
@@ -76,11 +72,6 @@ def test_another_drafter_is_refused(target_path, drafter_path, name, fields, mes
     size = load_drafter(drafter_path, target).vocab.size
     with pytest.raises(ValueError, match=message.replace("160", str(size))):
         build_drafter(settings(name, **({"draft_vocab_size": size} | fields)), target, [], 0, str(drafter_path))
-
-
-def test_what_is_no_checkpoint_is_named(target_path):
-    with pytest.raises(ValueError, match="no such checkpoint folder"):
-        build_drafter(settings(), load_target(target_path), [], 0, "/no/such")
 
 
 def test_a_fresh_eagle3_head_looks_at_the_token_just_drafted():

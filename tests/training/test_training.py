@@ -1,38 +1,38 @@
-"""The command that trains: data and masks, a run that learns, the published layout, mistakes."""
+"""The command that trains: data and masks, a run that learns, mistakes, and a run that goes on."""
 
 import json
 import lzma
+import os
+import re
 import shutil
+import signal
 
+import helpers
 import pytest
 import torch
 from helpers import run_here
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
-from short_runs import CONF, CONVERSATIONS, SMALL
+from short_runs import CONF, CONVERSATIONS, SMALL, write_rows
 
-from specdec.drafters.formats import load_drafter, save_drafter
+from specdec.drafters.formats import load_drafter
 from specdec.drafters.vocab import DraftVocab, most_frequent
 from specdec.model.loader import load_target
-from specdec.training.data import Batches, count_tokens, read_conversations, tokenise
+from specdec.training.data import count_tokens, read_conversations, tokenise
+from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.log import read_log
+from specdec.training.loop.trainer import Trainer
 from specdec.training.train import build_drafter
 from specdec.training.train import main as train_main
 
 
-def train(where, out, *overrides: str):
-    """The command in this process: its last line, parsed, or what it ended with."""
+def train(where, out, *overrides: str) -> dict:
+    """The command in this process: its last line, parsed."""
     done = run_here(train_main, *SMALL, *where, f"out={out}", *overrides)
-    return done if done.returncode else json.loads(done.stdout.strip().split("\n")[-1])
+    return json.loads(done.stdout.strip().split("\n")[-1])
 
 
 def refused(where, out, *overrides: str) -> str:
-    """The one sentence that the command says about wrong settings."""
-    done = train(where, out, *overrides)
-    assert done.returncode == 2, done.stderr
-    *warnings, last = done.stderr.strip().split("\n")
-    assert last.startswith("error: ")
-    assert all(line.startswith("warning: ") for line in warnings)
-    return last
+    return helpers.refused(train_main, *SMALL, *where, f"out={out}", *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +68,6 @@ def test_sharegpt_and_openai_forms(tmp_path, name):
     assert first == second == openai["messages"]
 
 
-def test_batches_are_deterministic_and_hold_every_sample(target_path):
-    samples = tokenise(load_target(target_path).tokenizer, CONVERSATIONS, 100)
-    batches = Batches(samples, batch_tokens=128, seed=3)
-    epoch = batches.epoch(0)
-    assert sorted(i for b in epoch for i in b) == list(range(len(samples)))
-    assert epoch == Batches(samples, 128, 3).epoch(0) != batches.epoch(1)
-    assert all(batches.collate(b).tokens.numel() <= 128 for b in epoch)
-    run = batches.iterate()
-    first = [next(run).tokens for _ in range(len(epoch) + 5)]
-    assert torch.equal(next(batches.iterate(skip=len(epoch) + 3)).tokens, first[len(epoch) + 3])
-
-
 def test_draft_vocabulary_is_the_most_frequent_tokens(target_path):
     samples = tokenise(load_target(target_path).tokenizer, CONVERSATIONS, 100)
     counts = count_tokens(samples, 400)
@@ -96,29 +84,11 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
     """In a folder in which another was refused before."""
     refused(where, tmp_path / "run", "drafter.taps=[1,2,9]")
     result = train(where, tmp_path / "run", "trainer.steps=60", "trainer.save_every=60")
-    losses = [
-        row["loss"]
-        for row in map(json.loads, (tmp_path / "run" / "log.jsonl").read_text().splitlines())
-        if row["split"] == "train"
-    ]
+    losses = [row["loss"] for row in read_log(tmp_path / "run" / "log.jsonl") if row["split"] == "train"]
     assert losses[-1] < 0.97 * losses[0]  # most of the loss is the random target's own entropy
     assert len(result["accuracy"]) == 3
     assert (tmp_path / "run" / "config.yaml").exists()
-    target = load_target(target_path)
-    drafter = load_drafter(tmp_path / "run" / "draft", target)
-    assert drafter.vocab.size == 200
-    names = set(load_file(tmp_path / "run" / "draft" / "model.safetensors"))
-    assert {"midlayer.self_attn.q_proj.weight", "midlayer.hidden_norm.weight", "fc.weight", "d2t", "t2d"} <= names
-    assert not any("embed" in name for name in names)
-    save_drafter(drafter, tmp_path / "again", target)
-    again = load_drafter(tmp_path / "again", target)
-    assert (drafter.taps, drafter.shape, drafter.vocab.ids.tolist()) == (
-        again.taps,
-        again.shape,
-        again.vocab.ids.tolist(),
-    )
-    for (name, a), b in zip(drafter.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    assert load_drafter(tmp_path / "run" / "draft", load_target(target_path)).vocab.size == 200
 
 
 @pytest.mark.parametrize(
@@ -130,17 +100,12 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
         (["out=/proc/nowhere"], "cannot write to /proc/nowhere"),
         (["resume=true"], "nothing to resume"),
         (["data.heldout=60"], "of which data.heldout=60 are held out"),
-        (["objective.steps=0"], "objective.steps must be at least 1"),
         (["drafter.num_attention_heads=5", "drafter.num_key_value_heads=2"], "5 attention heads cannot share 2"),
-        (["trainer.steps=0"], "trainer.steps must be at least 1"),
-        (["trainer.schedule=exponential"], "schedule must be"),
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
-        (["drafter.init=zeros"], "init must be"),
         (["trainer.stepz=3"], "Could not override 'trainer.stepz'. There is trainer.steps"),
         (["qqq=3"], "Could not override 'qqq'. specdec train --help lists all"),
         (["+trainer.stepz=3"], "there is no setting trainer.stepz; there is trainer.steps"),
         (["objective=nothing"], "Could not find 'objective/nothing'. There is block, eagle, "),
-        (["objective.mean=none"], "mean must be 'masked' or 'all'"),
     ],
 )
 def test_mistakes_are_one_sentence(where, tmp_path, overrides, message):
@@ -158,30 +123,86 @@ def test_drafters_that_do_not_learn_are_refused(target_path, name):
 
 @pytest.mark.parametrize("change", ["drafter.taps=[0,1,3]", "drafter.rope_theta=500.0", "drafter.draft_vocab_size=100"])
 def test_another_drafters_run_is_not_resumed(short_run, where, tmp_path, change):
+    """Also where no config.yaml tells, and the checkpoint itself does."""
     shutil.copytree(short_run, tmp_path / "run")
-    said = refused(where, tmp_path / "run", "trainer.steps=2", "resume=true", change)
-    assert f"holds a run of other settings: {change.split('=')[0]} was" in said
-    (tmp_path / "run" / "config.yaml").unlink()  # then the checkpoint itself tells
-    said = refused(where, tmp_path / "run", "trainer.steps=4", "resume=true", change)
-    assert "belongs to another drafter" in said
+    (tmp_path / "run" / "config.yaml").unlink()
+    assert "belongs to another drafter" in refused(where, tmp_path / "run", "trainer.steps=4", "resume=true", change)
     assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-def test_a_damaged_state_is_named(where, tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "step-00000002.pt").write_bytes(b"no zip")
-    assert "damaged or not ours" in refused(where, tmp_path / "run", "resume=true")
-
-
-def test_saving_never_deletes_a_stranger(target_path, drafter_path, tmp_path):
-    target = load_target(target_path)
-    (tmp_path / "precious.txt").write_text("x")
-    with pytest.raises(ValueError, match=r"holds precious.txt"):
-        save_drafter(load_drafter(drafter_path, target), tmp_path, target)
-    assert (tmp_path / "precious.txt").read_text() == "x"
 
 
 def test_a_second_run_does_not_overwrite_the_first(short_run, where):
     before = (short_run / "log.jsonl").read_text()
     assert "holds a run already" in refused(where, short_run, "trainer.steps=2")
     assert (short_run / "log.jsonl").read_text() == before
+
+
+# A run that goes on
+
+SHORT = ("trainer.steps=3", "trainer.batch_tokens=100", "trainer.eval_batches=1", "objective.steps=2", "data.heldout=4")
+
+
+@pytest.fixture
+def begun(target_path, tmp_path, monkeypatch):
+    """A function that runs with changes, and returns its exit code and standard error, in a folder in which a run was
+    stopped by `number` after its second step."""
+    out = tmp_path / "run"
+    data = write_rows(tmp_path / "data.jsonl", *({"messages": c} for c in CONVERSATIONS))
+
+    def run(*changes):
+        words = [*SMALL, f"target.path={target_path}", f"data.path={data}", f"out={out}", *SHORT, *changes]
+        done = run_here(train_main, *words)
+        return done.returncode, done.stderr
+
+    def begin(number):
+        def step(self, group, original=Trainer._step):
+            if self.step == 1:
+                os.kill(os.getpid(), number)
+            return original(self, group)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_step", step)
+            code, err = run()
+        assert "stopped after step 2; resume=true goes on" in err
+        assert [path.name for path in checkpoints(out)] == ["step-00000002.pt"]
+        return code
+
+    run.begin, run.data, run.out = begin, data, out
+    return run
+
+
+def test_a_signal_saves_and_other_settings_are_told_or_refused(begun):
+    assert begun.begin(signal.SIGINT) == 130
+    code, err = begun("resume=true", "trainer.lr=0.5", "drafter.init=random", "trainer.log_every=2")
+    assert code == 2
+    assert (
+        "holds a run of other settings: drafter.init was 'target' and is 'random'; trainer.lr was 0.001 and is 0.5:"
+        in err
+    )
+    assert "log_every" not in err
+    code, err = begun("resume=true", "trainer.accumulate=2")
+    assert code == 2
+    assert "took 1 batches a step, and this run takes 2" in err
+    lines = begun.data.read_text().splitlines()
+    begun.data.write_text("\n".join([*lines[1:], lines[0]]))
+    code, err = begun("resume=true")
+    assert code == 2
+    assert "has learnt other conversations than data.path gives now" in err
+    begun.data.write_text("\n".join(lines))
+    code, err = begun("resume=true", "trainer.log_every=3")
+    assert code == 0
+    assert "note: trainer.log_every was 1 and is 3\n" in err
+
+
+def test_a_run_of_an_older_version_goes_on(begun):
+    """Version 0.1 named classes without the package's name. Settings that are gone change nothing if they were off."""
+    assert begun.begin(signal.SIGTERM) == 143
+    file = begun.out / "config.yaml"
+    old = re.sub(r"_target_: specdec\.", "_target_: ", file.read_text())
+    assert "_target_: training.objectives" in old
+    file.write_text(old + "gone:\n  and_on: 0.5\n")
+    code, err = begun("resume=true")
+    assert code == 2
+    assert "gone.and_on was 0.5 and is null" in err
+    file.write_text(old + "gone:\n  and_off: 0.0\n")
+    code, err = begun("resume=true")
+    assert (code, "note:" in err) == (0, False)

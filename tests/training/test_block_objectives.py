@@ -1,0 +1,246 @@
+"""Objectives of block drafters, P-EAGLE and PARD: what is learnt, the loss against plain restatements, whole runs."""
+
+from functools import partial
+
+import pytest
+import short_runs
+import torch
+import torch.nn.functional as F
+from helpers import BLOCKS, PARALLEL, tiny_block, tiny_parallel, tiny_target
+from short_runs import LEARNT, TEXTS, check_resumed, packed_batch
+
+from specdec.drafters import dflash, unroll_block
+from specdec.training.objectives import losses
+from specdec.training.objectives.anchors import draw, draw_visible, slots
+from specdec.training.objectives.block import BlockObjective
+from specdec.training.objectives.cod import by_anchor, sample
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.parallel import ParallelObjective, sampled
+
+
+def test_anchors():
+    """All that may be, where there is room for all: a token before them in their document, and what `where` asks."""
+    mask, documents = torch.tensor(LEARNT).float(), torch.tensor(TEXTS)
+    at, there = draw(12, "next", 4, mask, documents)
+    assert [at[b][there[b]].tolist() for b in (0, 1)] == [[1, 2, 5, 9, 10], [3, 4, 5, 6, 7, 8, 9, 10]]
+    at, there = draw(12, "whole", 4, mask, documents)
+    assert [at[b][there[b]].tolist() for b in (0, 1)] == [[1, 2, 3], [3, 4, 5, 6, 7, 8]]
+    at, there = draw(3, "whole", 40, mask, documents)
+    assert not there.any()
+
+
+def test_anchors_are_drawn_uniformly_and_anew():
+    mask, documents = torch.ones(1, 9), torch.zeros(1, 9)
+    torch.manual_seed(0)
+    seen = torch.zeros(9)
+    for _ in range(700):
+        at, there = draw(2, "next", 4, mask, documents)
+        assert there.all()
+        assert at[0, 0] < at[0, 1]
+        seen[at] += 1
+    assert seen[[0, 8]].sum() == 0
+    assert (seen[1:8] - 200).abs().max() < 5 * (700 * 2 / 7 * 5 / 7) ** 0.5
+    with torch.no_grad():  # an evaluation is the same every time, and takes no random numbers
+        state = torch.get_rng_state()
+        assert torch.equal(draw(2, "next", 4, mask, documents)[0], draw(2, "next", 4, mask, documents)[0])
+        assert torch.equal(state, torch.get_rng_state())
+
+
+def test_slots_that_count():
+    mask, documents = torch.tensor(LEARNT).float(), torch.tensor(TEXTS)
+    anchors, there = torch.tensor([[2, 5, 9], [8, 10, 1]]), torch.tensor([[True] * 3, [True, True, False]])
+
+    def counted(how, weights=None):
+        return slots(anchors, there, 3, how, mask, documents, weights).mask.tolist()
+
+    assert counted("label") == [[1, 0, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert counted("prefix") == [[1, 0, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    assert counted("previous") == [[1, 1, 0], [1, 0, 0], [1, 1, 0], [1, 1, 1], [1, 0, 0]]
+    weights = torch.arange(12.0).expand(2, 12)
+    assert counted("label", weights)[0] == [3, 0, 5]
+
+
+def test_tokens_that_blocks_are_shown():
+    """As often as they should be, within 5 standard deviations; and their slots do not count."""
+    torch.manual_seed(0)
+    count = 10000
+    drawn = draw_visible(0.9, torch.zeros(100, 100, dtype=torch.int64), 6)
+    for n in range(8):
+        share = 0.9**n / sum(0.9**m for m in range(2, 6)) if 2 <= n <= 5 else 0.0
+        assert abs((drawn == n).sum().item() - count * share) <= 5 * (count * share * (1 - share)) ** 0.5
+    assert draw_visible(0.9, torch.zeros(1, 3, dtype=torch.int64), 2).tolist() == [[1, 1, 1]]
+    mask, anchors = torch.ones(1, 12), torch.tensor([[2, 4]])
+    there, visible = torch.ones_like(anchors, dtype=torch.bool), torch.tensor([[3, 2]])
+    found = slots(anchors, there, 4, "label", mask, torch.zeros(1, 12), None, visible)
+    assert found.mask.tolist() == [[0, 0, 1, 1], [0, 1, 1, 1]]
+    assert found.since.tolist() == [[-2, -1, 0, 1], [-1, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_pieces_and_recomputing_change_nothing(monkeypatch, kind):
+    """Of the loss and of every gradient, whose values test_published_losses.py holds."""
+    target = tiny_target()
+    drafter = tiny_block(target, **BLOCKS[kind])
+    data = packed_batch(target, drafter)
+    objective = BlockObjective({"tokens": 0.1, "l1": 0.9}, gamma=3.0)
+    learners = [p for p in drafter.parameters() if p.requires_grad]
+    monkeypatch.setattr(losses, "LEAST_ROWS", 1)
+    found = []
+    for pieces in (1 << 22, 1):
+        monkeypatch.setattr(losses, "PIECE", pieces)
+        monkeypatch.setattr(unroll_block, "PIECE", min(pieces, 2))
+        for drafter.recompute in (False, True):
+            loss, metrics = objective(drafter, **data)
+            found.append((loss.detach(), metrics, torch.autograd.grad(loss, learners)))
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-5)
+    assert len(metrics["losses"]) == len(metrics["accuracy"]) == drafter.block
+    assert ("confidence_losses" in metrics) == (drafter.confidence is not None)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark-rnn"])
+def test_objectives_that_unroll_teach_blocks_too(kind):
+    """Each slot's loss is that of EAGLE-3's objective, whose mask says behind which tokens it learns."""
+    target = tiny_target()
+    drafter = tiny_block(target, **BLOCKS[kind])
+    data, mask = packed_batch(target, drafter), torch.ones(2, 12)
+    drafter.documents = None
+    _, blocks = BlockObjective({"kl": 1.0})(drafter, **data | {"loss_mask": mask})
+    mask[:, -1] = 0
+    _, unrolled = Eagle3Objective(steps=3, terms={"kl": 1.0}, known_only=False)(drafter, **data | {"loss_mask": mask})
+    for name in ("losses", "accuracy"):
+        torch.testing.assert_close(unrolled[name], blocks[name][:3], rtol=1e-5, atol=1e-5)
+
+
+# Rows of mask tokens
+
+
+def test_so_many_rows_of_each_depth():
+    """(n - d) r^d of n learnt columns, the floor of it; a row follows one of the depth before, or begins a chain."""
+    learnt = torch.rand(2, 200, generator=torch.Generator().manual_seed(0)) < 0.8
+    learnt[1, 120:] = False
+    torch.manual_seed(0)
+    drawn = sample(learnt, 6, 0.7, 0.2)
+    assert torch.equal(drawn[..., 0], learnt)
+    for row, n in enumerate(learnt.sum(1).tolist()):
+        assert drawn[row, :, 1].sum() == int((n - 1) * 0.7)
+        for depth in range(2, 6):
+            follows = F.pad(drawn[row, :-1, depth - 1], (1, 0)) & learnt[row]
+            assert (drawn[row, :, depth] <= follows).all()
+            assert drawn[row, :, depth].sum() == min(int((n - depth) * max(0.7**depth, 0.2)), int(follows.sum()))
+    assert not torch.equal(sample(learnt, 6, 0.7, 0.2), drawn)
+    with torch.no_grad():  # an evaluation is the same every time
+        assert torch.equal(sample(learnt, 6, 0.7, 0.2), sample(learnt, 6, 0.7, 0.2))
+    few = sample(learnt, 3, 0.7, 0.2, anchors=9)
+    assert few.sum(1).tolist() == [[int(n), int(8 * 0.7), few[i, :, 2].sum()] for i, n in enumerate(learnt.sum(1))]
+
+
+def test_chains_through_what_is_not_learnt():
+    """PARD: a share of all columns, of which those that are learnt count."""
+    learnt = torch.zeros(1, 300, dtype=torch.bool)
+    learnt[:, ::3] = True
+    torch.manual_seed(0)
+    drawn = sample(learnt, 3, 0.7, 0.2, pool="all")
+    assert (drawn <= learnt[..., None]).all()
+    assert abs(int(drawn[..., 1].sum()) - 70) < 5 * (100 * 0.7 * 0.3) ** 0.5
+    assert abs(int(drawn[..., 2].sum()) - 49) < 5 * 25**0.5
+
+
+@pytest.mark.parametrize("earliest", [1, -1])
+def test_rows_by_their_anchor(earliest):
+    """Rows stay in their document. With `earliest` 1 a feature stands before the anchor, -1 lets it be before all."""
+    drawn, texts = torch.ones(2, 12, 3, dtype=torch.bool), torch.tensor(TEXTS)
+    got = by_anchor(drawn, texts, earliest)
+    for b in range(2):
+        for p in range(-1, 12):
+            for depth in range(3):
+                column, place = p + depth, p - TEXTS[b].index(TEXTS[b][max(p, 0)]) if p >= 0 else -1
+                inside = 0 <= column < 12 and TEXTS[b][column] == TEXTS[b][max(p, 0)]
+                assert got[b, p + 1, depth] == (inside and place >= earliest), (b, p, depth)
+    rows = sampled(got)
+    assert len(rows.row) == got.sum()
+    assert rows.lengths == sorted(rows.lengths, reverse=True)
+    assert torch.equal(rows.column, rows.anchors[rows.row, rows.place] + rows.depth)
+    assert got[rows.row, rows.column - rows.depth + 1, rows.depth].all()
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("pieces", [1 << 22, 1])
+@pytest.mark.parametrize("kind", PARALLEL)
+def test_loss_by_hand(monkeypatch, kind, pieces):
+    """Two terms, the teacher's weights and those of tokens, in packed rows: the loss from the unroll behind every row,
+    row by row, and every gradient, with and without recomputing."""
+    monkeypatch.setattr(losses, "PIECE", pieces)
+    monkeypatch.setattr(losses, "LEAST_ROWS", 1)
+    target = tiny_target()
+    drafter = tiny_parallel(target, kind)
+    data = packed_batch(target, drafter)
+    weights = torch.rand(2, 12) + 0.5
+    objective = ParallelObjective({"tokens": 0.5, "kl": 1}, weights="teacher", counts="label", known_only=False)
+    with torch.no_grad():  # the rows that it draws then, every time
+        kept = objective.rows_of(
+            drafter, objective.learnt(drafter, None, data["loss_mask"], drafter.documents), drafter.documents
+        )
+    monkeypatch.setattr(objective, "rows_of", lambda *given: kept)
+    kept = kept.clone()
+    kept[:, :2] = False  # what `unroll` has no row for: anchors at token 0, and before it
+    following = F.pad(data["tokens"][:, 1:], (0, 1))
+    states = [state.logits for state in drafter.unroll(data["feats"], following, 6)]
+    ids = list(range(17)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
+    total = divisor = 0
+    for b, i, depth in kept.nonzero().tolist():
+        p, column = i - 1, i - 1 + depth
+        weight = weights[b, column + 1]
+        for at in range(p, column):
+            weight = weight * data["teacher_logits"][b, at].softmax(-1)[data["tokens"][b, at + 1]]
+        logq = states[depth][b, p - 1].log_softmax(-1)
+        teacher = data["teacher_logits"][b, column][ids].log_softmax(-1)
+        token = int(data["tokens"][b, column + 1])
+        known = logq[ids.index(token)] if token in ids else 0.0
+        total = total + weight * ((teacher.exp() * (teacher - logq)).sum() - 0.5 * known)
+        divisor = divisor + weight
+    learners = [p for p in drafter.parameters() if p.requires_grad]
+    wanted = torch.autograd.grad(total / divisor, learners, allow_unused=True)
+    assert divisor > 1
+    for drafter.recompute in (False, True):
+        loss, metrics = objective(drafter, **data, weights=weights)
+        torch.testing.assert_close(loss, total / divisor, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(metrics["counted"], divisor)
+        got = torch.autograd.grad(loss, learners, allow_unused=True)
+        for ours, expected in zip(got, wanted, strict=True):
+            if ours is not None:
+                torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_features_are_dropped():
+    """In training a share of the texts has none, in evaluation all have theirs."""
+    objective, feats = ParallelObjective(drop=0.25), torch.ones(4000, 1, 1)
+    kept = objective.noisy(feats)
+    assert set(kept.flatten().tolist()) == {0.0, 1.0}
+    assert abs(kept.mean() - 0.75) < 5 * (0.25 * 0.75 / 4000) ** 0.5
+    with torch.no_grad():
+        assert objective.noisy(feats) is feats
+
+
+# Whole runs
+
+
+def small_block(target, kind: str):
+    torch.manual_seed(1)
+    return dflash.create(target, **{"layers": 1, "taps": 2, "block_size": 4, "rank": 4} | BLOCKS[kind])
+
+
+@pytest.mark.parametrize(
+    ("make", "objective", "pack"),
+    [
+        (partial(small_block, kind="dflash"), BlockObjective(anchors=4), None),
+        (partial(small_block, kind="dspark"), BlockObjective(anchors=4), 20),
+        (partial(tiny_parallel, kind="peagle"), ParallelObjective(drop=0.5), None),
+        (partial(tiny_parallel, kind="pard2"), ParallelObjective(drop=0.5), 20),
+    ],
+    ids=["dflash", "dspark", "peagle", "pard2"],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, make, objective, pack):
+    """What is drawn depends on the seed and the batch's number only."""
+    how = {"drafter": make, "objective": objective, "pack": pack}
+    assert check_resumed(lambda out: short_runs.trainer(out, **how), tmp_path)["heldout_expected_tau"] >= 1

@@ -32,7 +32,7 @@ FIELDS = ("draft", "name", "tree", "verifier", "token_map", "compile")
 FEW = 10  # prompts, below which a bootstrap has little to draw from
 SMALL = 4  # nodes of a tree, for which a smaller one is no advice
 COLUMNS = {
-    "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth": "right", "tokens/s": "right",
+    "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth, of all rounds": "right", "tokens/s": "right",
     "to plain": "right", "ms a round: draft, verify": "left", "lossless": "left",
 }  # fmt: skip
 WIDTH = 180  # of a table where there is no terminal

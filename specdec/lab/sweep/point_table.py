@@ -11,7 +11,7 @@ COLUMNS = {  # of the table of points: heading -> is it a number?
     "tree": False,
     "tau": True,
     "95 %": True,
-    "accepted to depth 1, 2, ...": False,
+    "accepted to depth 1, 2, ..., of all rounds": False,
     "draft, verify: ms a round": True,
     "tokens/s": True,
     "to plain": True,
@@ -77,8 +77,7 @@ def _cells(r: dict, timing: dict, base: float | None) -> list[str]:
     tau, rate = r["metrics"]["tau"], timing["tokens_per_second"]
     spent = timing["milliseconds_a_round"]
     plainly = r["names"]["draft"] == "none"
-    drafted = 1 - (r["metrics"]["undrafted_share"]["value"] or 0)  # of all rounds, as tau is; vLLM's are of these alone
-    rates = [drafted * e["value"] for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
+    rates = [e["value"] for e in r["by_depth"]["acceptance_by_depth"] if e["value"] is not None]
     return [
         "plain decoding" if plainly else r["names"]["draft"],
         "" if plainly else tree_name(r),

@@ -2,12 +2,18 @@
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
+
+from specdec.schema import shown
 
 MOST_BYTES = 1 << 28  # of a settings file, an index or a config; those that are published have a tenth of it at most
+MOST_LINE = 1 << 22  # bytes of a line of JSON or of a prompt: tokenizing takes more than a hundred times as much memory
 MOST_DEPTH = 200  # of brackets in a YAML file
 MOST_NODES = 100_000  # values of a YAML file, with those that its aliases repeat
+TOO_LONG = f"longer than {MOST_LINE >> 20} MiB, the most that a line or a conversation may have"
+Model = TypeVar("Model")
 
 
 def read_text(path: Path, what: str, most: int | None = MOST_BYTES) -> str:
@@ -43,6 +49,50 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise ValueError(f"{where} is not UTF-8 text: {error}") from None
     except ValueError as error:  # also of a number with thousands of digits
         raise ValueError(f"{where} is not valid JSON: {error}") from None
+
+
+def lines_of(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file, of a line of more than `MOST_LINE` bytes only the first `MOST_LINE` + 1: its reader
+    rejects it, and no more than this is in memory."""
+    while line := file.readline(MOST_LINE + 1):
+        yield line
+        while len(line) > MOST_LINE and not line.endswith(b"\n"):
+            line = file.readline(MOST_LINE + 1)
+
+
+def parse_line(line: bytes, where: str) -> Any:
+    """`parse_json` for a line that `lines_of` yielded."""
+    if len(line) > MOST_LINE:
+        raise ValueError(f"{where} is {TOO_LONG}")
+    return parse_json(line, where)
+
+
+def read_model(model: type[Model], value: object, where: str) -> Model:
+    """Return what a model of pydantic makes of a value that was read from a file.
+
+    Raises ValueError, one sentence that names the place, the field, what is expected and what is there."""
+    from pydantic import ValidationError  # here: commands that read no such file start without pydantic
+
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    raise ValueError(f"{where}: {mistake(first)}") from None
+
+
+def mistake(error: Mapping[str, Any]) -> str:
+    """One mistake that pydantic found, in words: the field, what is expected, and what is there."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    where = "".join(parts).removeprefix(".")
+    reason = error.get("ctx", {}).get("error")
+    if reason is not None:
+        return f"{where} {reason}".strip()
+    if error["type"] in ("missing", "too_short"):
+        return f"{where} is missing" if error["type"] == "missing" else f"{where} is empty; give at least one"
+    if error["type"] == "extra_forbidden":
+        return f"{where} is no field of it"
+    wanted = error["msg"].removeprefix("Input should be ").partition(" or instance of")[0]
+    return f"{where or 'it'} must be {wanted}, got {shown(error['input'])}"
 
 
 def check_yaml(text: str, where: str) -> None:

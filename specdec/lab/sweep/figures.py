@@ -120,7 +120,7 @@ def _equal_speed(axis: Axes, speeds: list[float]) -> None:
 
 
 def depth(points: Results) -> Figure | None:
-    """Acceptance by depth (`specdec.engine.traces.acceptance_by_depth`) of each drafter's point with the greatest tau."""
+    """Acceptance by depth (`engine.traces.acceptance_by_depth`) of each drafter's point with the greatest tau."""
     chosen = _chosen(points)
     figure, axis = subplots(figsize=(WIDTH * 0.62, 3.2))
     for i, (r, looks) in enumerate(chosen):

@@ -26,7 +26,8 @@ def decoded(group: list[dict]) -> list[dict]:
 
 def title_of(group: list[dict]) -> str:
     names, sampling = group[0]["names"], group[0]["settings"]["sampling"]
-    how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
+    temperature = sampling.get("temperature", 0)
+    how = f"temperature {temperature:g}" if temperature else "greedy"
     return f"{names['benchmark']}, {names['target']}, {how}"
 
 
@@ -67,8 +68,7 @@ def table_of(group: list[dict], timings: dict[str, dict]) -> list[dict]:
     plain = [r for r in group if r["kind"] == "decode" and r["names"]["draft"] == "none"]
     base = timings[plain[0]["key"]]["tokens_per_second"] if plain else None
     fastest = {
-        max(mine, key=lambda r: timings[r["key"]]["tokens_per_second"] or 0.0)["key"]
-        for mine in by_drafter(points).values()
+        max(mine, key=lambda r: timings[r["key"]]["tokens_per_second"])["key"] for mine in by_drafter(points).values()
     }
     return [{"cells": _cells(r, timings[r["key"]], base), "best": r["key"] in fastest} for r in plain + points]
 
@@ -84,9 +84,9 @@ def _cells(r: dict, timing: dict, base: float | None) -> list[str]:
         f"{tau['value']:.2f}",
         "" if tau["low"] is None or plainly else f"{tau['low']:.2f}–{tau['high']:.2f}",
         " ".join(f"{100 * share:.0f}" for share in rates) + (" %" if rates else ""),
-        "" if spent["draft"] is None else f"{spent['draft']:.2f}, {spent['verify']:.2f}",
-        f"{rate:.0f}" if rate else "",
-        f"{rate / base:.2f}" if rate and base else "",
+        f"{spent['draft']:.2f}, {spent['verify']:.2f}",
+        f"{rate:.0f}",
+        f"{rate / base:.2f}" if base else "",
         "" if plainly or "identical" not in r else f"{r['identical']} of {r['rows']}",
     ]
 

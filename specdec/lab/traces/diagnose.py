@@ -44,7 +44,7 @@ def _examined(r: TracedRound) -> Iterator[tuple[float, bool]]:
     for node in range(1, len(parents)):
         own = logq[node] - logq[parents[node]]
         if parents[node] in path and not math.isnan(own):
-            yield min(math.exp(own), 1.0), node in path
+            yield math.exp(min(own, 0.0)), node in path
 
 
 def by_context(rows: Rows, *, resamples: int = 1000, edges: Sequence[int] = CONTEXTS) -> list[dict]:

@@ -66,10 +66,9 @@ def table_of(group: list[dict], timings: dict[str, dict]) -> list[dict]:
     """A row {"cells", "best"} for each decoded point, plain decoding first. best: the drafter's fastest point."""
     points = decoded(group)
     plain = [r for r in group if r["kind"] == "decode" and r["names"]["draft"] == "none"]
-    base = timings[plain[0]["key"]]["tokens_per_second"] if plain else None
-    fastest = {
-        max(mine, key=lambda r: timings[r["key"]]["tokens_per_second"])["key"] for mine in by_drafter(points).values()
-    }
+    rates = {r["key"]: timings[r["key"]]["tokens_per_second"] for r in plain + points}
+    base = rates[plain[0]["key"]] if plain else None
+    fastest = {max((r["key"] for r in mine), key=rates.get) for mine in by_drafter(points).values()}
     return [{"cells": _cells(r, timings[r["key"]], base), "best": r["key"] in fastest} for r in plain + points]
 
 

@@ -87,9 +87,8 @@ def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
 
 
 def _settled(settings: dict) -> bool:
-    return not settings["sampling"].get("temperature") or settings.get("tree", {}).get("verifier") == str(
-        sample_and_match
-    )
+    greedy = not settings["sampling"].get("temperature")
+    return greedy or settings.get("tree", {}).get("verifier") == str(sample_and_match)
 
 
 def _conditions(result: dict) -> str:

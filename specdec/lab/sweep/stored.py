@@ -176,7 +176,7 @@ class Drafted(Plain):
         calibration: Calibration
         coverage: Coverage
         entropy: Entropy | None = None
-        norms: list[Norm] = []
+        norms: list[Norm] = Field(default_factory=list)
 
     class Depths(Strict):
         acceptance_by_depth: list[Value]
@@ -225,7 +225,7 @@ class DecodedTimes(Times):
         draft: Measured
         verify: Measured
         commit: Measured
-        host: Measured
+        host: Annotated[float, Field(ge=-MOST, le=MOST)]  # what is left over, below 0 by rounding
 
     class Machine(Strict):
         processor: str

@@ -96,7 +96,8 @@ def mistake(error: Mapping[str, Any]) -> str:
 
 
 def check_yaml(text: str, where: str) -> None:
-    """Raise ValueError for YAML that aliases or nesting blow up to more than `MOST_NODES` values. Nothing is built."""
+    """Raise ValueError for YAML that aliases or nesting blow up to more than `MOST_NODES` values, and for numbers that
+    YAML reads otherwise than people do: 010 as 8, and 1:30 as 90. Nothing is built."""
     import yaml
 
     if _depth(text) > MOST_DEPTH:  # before the parser, whose time grows with the square of it
@@ -104,6 +105,8 @@ def check_yaml(text: str, where: str) -> None:
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         count = _count(root, {}) if root is not None else 0
+    except _Odd as error:
+        raise ValueError(f"{where} {error}") from None
     except RecursionError:
         raise ValueError(f"{where} is not a YAML file: it is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -121,8 +124,25 @@ def _depth(text: str) -> int:
     return most
 
 
+class _Odd(ValueError):
+    """A number of YAML 1.1 that is another one to its writer."""
+
+
+def _check_number(node) -> None:
+    """Raise `_Odd` for a scalar node that YAML reads as an octal number or as one to base 60."""
+    octal = re.fullmatch(r"[-+]?0[0-7_]+", node.value) and int(plain := node.value.replace("_", ""), 8) != int(plain)
+    if node.tag.endswith((":int", ":float")) and (octal or ":" in node.value):
+        base, mark = (8, "a leading 0") if octal else (60, "colons")
+        raise _Odd(
+            f"line {node.start_mark.line + 1} has {shown(node.value)[1:-1]}, which YAML reads as a number to base {base}: "
+            f"write the number without {mark}, or a text in quotes"
+        )
+
+
 def _count(node, known: dict[int, int]) -> int:
     """Values below a YAML node. known: those that were counted; 0 while they are, so that a cycle is found."""
+    if isinstance(node.value, str):
+        _check_number(node)
     if known.get(id(node)) == 0:
         raise ValueError("an alias stands for what it is in")
     if id(node) not in known:

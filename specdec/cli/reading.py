@@ -3,21 +3,28 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, AnyStr, TypeVar
 
 from specdec.schema import shown
 
 MOST_BYTES = 1 << 28  # of a settings file, an index or a config; those that are published have a tenth of it at most
-MOST_LINE = 1 << 22  # bytes of a line of JSON or of a prompt: tokenizing takes more than a hundred times as much memory
+MOST_LINE = 1 << 22  # bytes of a prompt or a conversation: to tokenize them takes a hundred times as much memory
 MOST_DEPTH = 200  # of brackets in a YAML file
 MOST_NODES = 100_000  # values of a YAML file, with those that its aliases repeat
-TOO_LONG = f"longer than {MOST_LINE >> 20} MiB, the most that a line or a conversation may have"
 Model = TypeVar("Model")
 
 
 def read_text(path: Path, what: str, most: int | None = MOST_BYTES) -> str:
-    """The text of a file in UTF-8, with or without a byte order mark.
+    """The text of a file, see `open_text`."""
+    with open_text(path, what, most) as file:
+        return file.read()
+
+
+@contextmanager
+def open_text(path: Path, what: str, most: int | None = None) -> Iterator[IO[str]]:
+    """Open a file in UTF-8, with or without a byte order mark, for reading.
 
     what: names the kind of file in errors. most: bytes; None for any number.
     Raises ValueError, one sentence, if it is not there, cannot be read or is too large."""
@@ -30,7 +37,8 @@ def read_text(path: Path, what: str, most: int | None = MOST_BYTES) -> str:
             raise ValueError(f"no such {what} file: {path}")
         if most is not None and path.stat().st_size > most:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, and a {what} file at most {most}")
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
@@ -51,20 +59,19 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
 
 
-def lines_of(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file, of a line of more than `MOST_LINE` bytes only the first `MOST_LINE` + 1: its reader
-    rejects it, and no more than this is in memory."""
-    while line := file.readline(MOST_LINE + 1):
+def lines_of(file: IO[AnyStr], most: int = MOST_LINE) -> Iterator[AnyStr]:
+    """Yield the lines of a file. No more than one line is in memory, and of a line of more than `most` bytes the first
+    `most` + 1: `check_length` rejects it."""
+    while line := file.readline(most + 1):
         yield line
-        while len(line) > MOST_LINE and not line.endswith(b"\n"):
-            line = file.readline(MOST_LINE + 1)
+        while len(line) > most and line[-1:] not in ("\n", b"\n"):
+            line = file.readline(most + 1)
 
 
-def parse_line(line: bytes, where: str) -> Any:
-    """`parse_json` for a line that `lines_of` yielded."""
-    if len(line) > MOST_LINE:
-        raise ValueError(f"{where} is {TOO_LONG}")
-    return parse_json(line, where)
+def check_length(text: bytes | str, where: str = "it", most: int = MOST_LINE) -> None:
+    """Raise ValueError, one sentence that begins with `where`, for a line or another text that is too long."""
+    if len(text) > most:
+        raise ValueError(f"{where} is longer than {most >> 20} MiB, the most that one line or text may have")
 
 
 def read_model(model: type[Model], value: object, where: str) -> Model:
@@ -134,8 +141,8 @@ def _check_number(node) -> None:
     if node.tag.endswith((":int", ":float")) and (octal or ":" in node.value):
         base, mark = (8, "a leading 0") if octal else (60, "colons")
         raise _Odd(
-            f"line {node.start_mark.line + 1} has {shown(node.value)[1:-1]}, which YAML reads as a number to base {base}: "
-            f"write the number without {mark}, or a text in quotes"
+            f"line {node.start_mark.line + 1} has {shown(node.value)[1:-1]}, which YAML reads as a number to base "
+            f"{base}: write the number without {mark}, or a text in quotes"
         )
 
 

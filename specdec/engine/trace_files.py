@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from specdec.cli.files import check_makeable, check_replaceable, replace_folder
-from specdec.cli.reading import Model, lines_of, parse_line, read_model
+from specdec.cli.reading import Model, check_length, lines_of, parse_json, read_model
 from specdec.engine.recorder import NODE_FIELDS, Trace, TracedRound, TracedRow, TracedTree
 from specdec.model.checkpoint import read_file
 from specdec.model.weight_files import read_json
@@ -22,6 +22,7 @@ from specdec.schema import shown
 
 FORMAT, VERSION = "specdec trace", 1
 HEADER = "trace.json"
+MOST_LINE = 1 << 24  # bytes: a prompt of two million tokens
 FILES = ROWS, ROUNDS, NODES = "rows.jsonl", "rounds.jsonl", "nodes.safetensors"
 
 
@@ -138,9 +139,10 @@ def _write_lines(file: Path, lines: list[dict]) -> None:
 def _read_lines(file: Path, model: type[Model]) -> Iterator[tuple[str, Model]]:
     """Yield the place of each line, and what it says."""
     with file.open("rb") as lines:
-        for number, line in enumerate(lines_of(lines), 1):
+        for number, line in enumerate(lines_of(lines, MOST_LINE), 1):
             where = f"{file} line {number}"
-            yield where, read_model(model, parse_line(line, where), where)
+            check_length(line, where, MOST_LINE)
+            yield where, read_model(model, parse_json(line, where), where)
 
 
 def _digest(file: Path) -> str:

@@ -55,14 +55,15 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     folders = sorted(p.parent for p in (out / "points").glob(f"*/{RESULT}") if not p.parent.suffix)
     now = code_version()
     found = [both for both in map(partial(_read_point, now=now), folders) if both is not None]
-    current, timings = [result for result, _ in found], {result["key"]: times for result, times in found}
-    plain = {_conditions(r): r["answers"] for r in current if r["names"]["draft"] == "none"}
+    current, times = [result for result, _ in found], {result["key"]: took for result, took in found}
+    plain = {_conditions(r): r.get("answers") for r in current if r["names"]["draft"] == "none"}
     for r in current:
         answers = r.pop("answers", None)
         base = plain.get(_conditions(r))
         if answers is not None and base is not None and _settled(r["settings"]):
             r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
     current.sort(key=_order)
+    timings = {r["key"]: times[r["key"]] for r in current}
     return current, timings, len(folders) - len(current)
 
 

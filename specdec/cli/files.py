@@ -53,21 +53,25 @@ class Kept:
 
     @property
     def file(self) -> Path:
-        key = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return user_cache_path("specdec") / self.folder / f"{key}.json"
+        return user_cache_path("specdec") / self.folder / f"{_digest(self.identity)[:16]}.json"
 
     def read(self, of: Callable[[dict], Made]) -> Made | None:
-        """What `of` makes of the entries. None where nothing is kept, or what is kept cannot be read."""
+        """What `of` makes of the entries. None where nothing is kept, and where the file is damaged or was edited."""
         try:
-            return of(json.loads(self.file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):
+            content = json.loads(self.file.read_text(encoding="utf-8"))
+            return of(content) if content.pop("sha256") == _digest(content) else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
     def write(self, entries: Mapping) -> None:
         """Keep these entries, and the identity beside them."""
         output_folder(self.file.parent)
-        content = {**entries, "identity": self.identity}
-        write_text(self.file, json.dumps(content, indent=1, default=str) + "\n")
+        content = json.loads(json.dumps({**entries, "identity": self.identity}, default=str))
+        write_text(self.file, json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n")
+
+
+def _digest(content: Mapping) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_writable(path: Path) -> None:

@@ -26,6 +26,8 @@ from specdec.lab.sweep.sweep import Sweep
 from specdec.lab.traces import diagnose, metrics_command
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
+from specdec.training.features.feature_cache import MANIFEST, SCHEMA, FeatureCache
+from specdec.training.loop.log import RunLog, read_log
 from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
 
@@ -195,3 +197,25 @@ def refusal(use: Callable, *given: object, what: str = "") -> str:
     assert said
     assert "\n" not in said
     return said
+
+
+def test_logs_of_training(tmp_path):
+    rows = [{"split": split, "step": step, "tokens": 9, "loss": 2.5, "gradient_norm": 0.1, "accuracy": [0.5, 0.25]}
+            for step in range(3) for split in ("train", "heldout")]  # fmt: skip
+    file = tmp_path / "log.jsonl"
+    valid = "".join(json.dumps(row) + "\n" for row in [*rows, {"split": "decode", "step": 3, "tau": 1.5}]).encode()
+    for what, changed in edited(valid, 200):
+        file.write_bytes(changed)
+        said = refusal(RunLog(tmp_path).forget_after, 2, what=what)
+        assert not said or str(file) in said
+    file.write_bytes(valid)
+    RunLog(tmp_path).forget_after(2)
+    assert [row["step"] for row in read_log(file)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_manifests_of_caches(tmp_path):
+    """No shard is there, so that every manifest is refused."""
+    content = {"schema": SCHEMA, "keep": 4, "shards": [[0, 3], [3, 5]], "taps": [1], "target": "a (b)"}
+    for what, changed in edited(json.dumps(content).encode(), 200):
+        (tmp_path / MANIFEST).write_bytes(changed)
+        assert str(tmp_path) in refusal(FeatureCache, tmp_path, what=what)

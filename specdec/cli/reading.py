@@ -81,7 +81,10 @@ def read_model(model: type[Model], value: object, where: str) -> Model:
     from pydantic import ValidationError  # here: commands that read no such file start without pydantic
 
     try:
+        json.dumps(value, ensure_ascii=False).encode()
         return model.model_validate(value)
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: a text holds half of a surrogate pair, which is no character") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     raise ValueError(f"{where}: {mistake(first)}") from None

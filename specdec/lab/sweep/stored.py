@@ -102,8 +102,12 @@ class Plain(Point):
     class Diagnostics(Strict):
         context: list[ContextBin]
 
+    class Depths(Strict):
+        acceptance_by_depth: list[Value]
+
     rows: Count
     metrics: Metrics
+    by_depth: Depths
     by_category: dict[str, Category]
     answers: list[str]
     diagnostics: Diagnostics
@@ -178,12 +182,8 @@ class Drafted(Plain):
         entropy: Entropy | None = None
         norms: list[Norm] = Field(default_factory=list)
 
-    class Depths(Strict):
-        acceptance_by_depth: list[Value]
-
     names: Names
     settings: Drafting
-    by_depth: Depths
     turns_left_out: Count
     nodes_a_round: Measured
     diagnostics: Diagnostics

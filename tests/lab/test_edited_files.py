@@ -3,6 +3,8 @@
 import hashlib
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -219,3 +221,8 @@ def test_manifests_of_caches(tmp_path):
     for what, changed in edited(json.dumps(content).encode(), 200):
         (tmp_path / MANIFEST).write_bytes(changed)
         assert str(tmp_path) in refusal(FeatureCache, tmp_path, what=what)
+
+
+def test_commands_that_read_no_such_files_start_without_pydantic():
+    modules = "specdec.cli.generate, specdec.engine.trace_files, specdec.training.train"
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; sys.exit('pydantic' in sys.modules)"], check=True)

@@ -114,6 +114,7 @@ def _file(path: Path) -> Iterator[Record]:
 
 
 def _text(line: bytes, where: str) -> str:
+    check_length(line, where)
     try:
         return line.decode("utf-8").strip()
     except UnicodeDecodeError as error:

@@ -11,6 +11,7 @@ from specdec.schema import shown
 
 MOST_BYTES = 1 << 28  # of a settings file, an index or a config; those that are published have a tenth of it at most
 MOST_LINE = 1 << 22  # bytes of a prompt or a conversation: to tokenize them takes a hundred times as much memory
+MOST_YAML = 1 << 20  # characters of a YAML file: its parser takes seconds for as many
 MOST_DEPTH = 200  # of brackets in a YAML file
 MOST_NODES = 100_000  # values of a YAML file, with those that its aliases repeat
 Model = TypeVar("Model")
@@ -110,6 +111,8 @@ def check_yaml(text: str, where: str) -> None:
     YAML reads otherwise than people do: 010 as 8, and 1:30 as 90. Nothing is built."""
     import yaml
 
+    if len(text) > MOST_YAML:
+        raise ValueError(f"{where} has {len(text)} characters, and a YAML file has at most {MOST_YAML}")
     if _depth(text) > MOST_DEPTH:  # before the parser, whose time grows with the square of it
         raise ValueError(f"{where} is not a YAML file: it is nested too deeply")
     try:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdec.cli.files import replace_folder
+from specdec.cli.reading import read_model
+from specdec.lab.replay.header import Header
 from specdec.model.weight_files import read_json
 from specdec.structs import Sampling
 from specdec.trees.dynamic import Pool
@@ -132,21 +134,22 @@ class Recording:
         folder = Path(folder)
         if not (folder / HEADER).is_file():
             raise ValueError(f"{folder} is not a superset: it has no {HEADER}")
-        header = read_json(folder / HEADER)
-        if (header.pop("format", None), header.pop("version", None)) != (FORMAT, VERSION):
+        content = read_json(folder / HEADER)
+        if (content.get("format"), content.get("version")) != (FORMAT, VERSION):
             raise ValueError(f"{folder / HEADER} is not a superset of version {VERSION}: record it anew")
+        header = read_model(Header, content, str(folder / HEADER))
+        told = dict(header) | {"texts": [RecordedText(**dict(text)) for text in header.texts]}
+        roots = sum(text.roots for text in told["texts"])
         try:
             tensors = load_file(folder / TENSORS)
-            texts = [RecordedText(**text) for text in header.pop("texts")]
-            header["sampling"] = Sampling(**header["sampling"])
             for part, kind in PARTS.items():
-                header[part] = {
-                    tuple(key) if isinstance(key, list) else key: kind(**_part(tensors, f"{part}.{number}."))
-                    for number, key in enumerate(header.get(part, []))
-                }
-            return cls(**header, texts=texts, p=tensors.get("p"))
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
+                keys = enumerate(told[part])
+                told[part] = {key: kind(**_part(tensors, f"{part}.{number}.")) for number, key in keys}
+        except (OSError, SafetensorError, TypeError) as error:
             raise ValueError(f"{folder} is damaged, record it anew: {error}") from None
+        if wrong := [name for name, tensor in tensors.items() if tensor.shape[:1] != (roots,)]:
+            raise ValueError(f"{folder / TENSORS}: tensor {wrong[0]} must have {roots} rows, as {HEADER} says")
+        return cls(**told, p=tensors.get("p"))
 
 
 def _part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

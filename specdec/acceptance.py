@@ -56,8 +56,8 @@ class AlongTexts:
         return not any(self.places)
 
     def table(self) -> list[list[float]]:
-        """accept[d-1][r]: how often the child of rank r at depth d is the answer's token, where those before were
-        children too. Every place counts once."""
+        """Conditional acceptance, accept[d-1][r]: how often the child of rank r at depth d is the answer's token, of
+        the places that reached depth d, where the tokens before were children too. Every place counts once."""
         hits = [[0] * self.topk for _ in range(self.steps)]
         tries = [0] * self.steps
         for words in self.places:

@@ -7,13 +7,14 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from io import StringIO
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
-from specdec.cli.reading import parse_json, read_text
+from specdec.cli.reading import check_length, lines_of, open_text, parse_json
 from specdec.model.target import Target
 from specdec.vocabulary import vocabulary_of
 
@@ -136,23 +137,29 @@ def _encode_parts(target: Target, prompt: Sequence[Mapping[str, str]] | Sequence
 def read_prompts(path: Path) -> list[str]:
     """One prompt a line; or JSON lines, or in a .json file a list, with `prompt`, with `turns`, of which the first is
     taken, or with a conversation (`messages`, or ShareGPT's `conversations`), of which the user's first message is."""
-    text = read_text(path, "prompt", most=None)
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
+    with open_text(path, "prompt") as file:
+        text = file.read() if path.suffix == ".json" else ""
+        if text.lstrip().startswith("["):
+            rows = enumerate(parse_json(text, str(path)), 1)
+            found = [_prompt_of(row, f"{path} row {number}") for number, row in rows]
+        else:
+            lines = enumerate(lines_of(StringIO(text) if text else file), 1)
+            places = ((f"{path} line {number}", line) for number, line in lines if line.strip())
+            found = [_prompt_of(_row(line, where, path.suffix), where) for where, line in places]
+    if not found:
         raise ValueError(f"{path} holds no prompt")
-    if path.suffix not in (".jsonl", ".json"):
-        return lines
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        rows = parse_json(text, str(path))
-        if not rows:
-            raise ValueError(f"{path} holds no prompt")
-        return [_prompt_of(row, f"{path} row {number}") for number, row in enumerate(rows, 1)]
-    places = ((f"{path} line {number}", line) for number, line in enumerate(lines, 1))
-    return [_prompt_of(parse_json(line, where), where) for where, line in places]
+    return found
+
+
+def _row(line: str, where: str, suffix: str) -> object:
+    """What a line holds: JSON, or the prompt itself."""
+    check_length(line, where)
+    return parse_json(line, where) if suffix in (".jsonl", ".json") else line.removesuffix("\n")
 
 
 def _prompt_of(row: object, where: str) -> str:
     if isinstance(row, str):
+        check_length(row, where)
         return row
     fields = row if isinstance(row, dict) else {}
     turns = fields.get("turns")
@@ -160,6 +167,7 @@ def _prompt_of(row: object, where: str) -> str:
     prompt = prompt or _first_asked(fields.get("messages") or fields.get("conversations"))
     if not isinstance(prompt, str):
         raise ValueError(f"{where} has no text 'prompt', no list 'turns' and no conversation 'messages'")
+    check_length(prompt, where)
     return prompt
 
 

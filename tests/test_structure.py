@@ -15,8 +15,8 @@ LINKED = ("drafters", "trees", "training", "conf")  # folders that `specdec` lin
 # The rooms, lowest first: a room may import from itself and from those above it in this list. Rooms of one line are
 # neighbours, which do not know each other.
 ROOMS = [
-    ["specdec.ranks", "specdec.threads", "specdec.vocabulary"],
-    ["specdec.schema", "specdec.cli.reading", "specdec.cli.signals"],
+    ["specdec.ranks", "specdec.threads", "specdec.vocabulary", "specdec.schema"],
+    ["specdec.cli.reading", "specdec.cli.signals"],
     ["specdec.cli.limits"],
     [
         "specdec.structs",

@@ -8,6 +8,7 @@ from torch import Tensor
 from specdec.cli.reading import parse_json, read_text
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import read_pickle
+from specdec.schema import shown
 
 
 def read_token_map(path: Path, target_size: int) -> DraftVocab:
@@ -23,9 +24,13 @@ def read_token_map(path: Path, target_size: int) -> DraftVocab:
     text = path.suffix == ".json"
     ids = parse_json(read_text(path, "token map"), str(path)) if text else read_pickle(path)
     if isinstance(ids, Tensor):
-        ids = ids.flatten().tolist()
+        dense = ids.layout == torch.strided and not ids.is_meta and not ids.is_quantized
+        ids = ids.flatten().tolist() if dense else None
     if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
         raise ValueError(f"{path} must hold a list of token ids")
-    if min(ids) < 0 or max(ids) >= target_size:
-        raise ValueError(f"{path} holds token {max(ids)}, but the target's vocabulary has {target_size} tokens only")
+    wrong = next((i for i in ids if not 0 <= i < target_size), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{path} holds token {shown(wrong)}, but the target's vocabulary has {target_size} tokens only"
+        )
     return DraftVocab(target_size, torch.tensor(list(dict.fromkeys(ids))))

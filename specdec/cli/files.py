@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from platformdirs import user_cache_path
 from safetensors import SafetensorError
 
 Made = TypeVar("Made")
+DAY = 86_400  # seconds
 
 
 def output_folder(path: Path | str) -> Path:
@@ -51,21 +53,25 @@ class Kept:
 
     @property
     def file(self) -> Path:
-        key = hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
-        return user_cache_path("specdec") / self.folder / f"{key}.json"
+        return user_cache_path("specdec") / self.folder / f"{_digest(self.identity)[:16]}.json"
 
     def read(self, of: Callable[[dict], Made]) -> Made | None:
-        """What `of` makes of the entries. None where nothing is kept, or what is kept cannot be read."""
+        """What `of` makes of the entries. None where nothing is kept, and where the file is damaged or was edited."""
         try:
-            return of(json.loads(self.file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError):
+            content = json.loads(self.file.read_text(encoding="utf-8"))
+            return of(content) if content.pop("sha256") == _digest(content) else None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
     def write(self, entries: Mapping) -> None:
         """Keep these entries, and the identity beside them."""
         output_folder(self.file.parent)
-        content = {**entries, "identity": self.identity}
-        write_text(self.file, json.dumps(content, indent=1, default=str) + "\n")
+        content = json.loads(json.dumps({**entries, "identity": self.identity}, default=str))
+        write_text(self.file, json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n")
+
+
+def _digest(content: Mapping) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def check_writable(path: Path) -> None:
@@ -85,10 +91,16 @@ def check_writable(path: Path) -> None:
 
 
 def check_makeable(folder: Path) -> None:
-    """Try, before the work, whether `replace_folder` can put a folder there; nothing is left. ValueError if not."""
-    above = next(parent for parent in folder.absolute().parents if parent.exists())
-    with _one_sentence(folder), tempfile.TemporaryDirectory(suffix=".partial", dir=above):
-        pass
+    """Try, before the work, whether `replace_folder` can put a folder there. ValueError if not.
+
+    Nothing is left, and what a killed `replace_folder` left there is removed."""
+    whole = folder.absolute()
+    top = next(part for part in (whole, *whole.parents) if part.parent.exists())
+    with _one_sentence(folder):
+        if top == whole:
+            shutil.rmtree(partial_path(top), ignore_errors=True)
+        partial_path(top).mkdir()
+        partial_path(top).rmdir()
 
 
 def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
@@ -104,11 +116,17 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
 
 def keep(path: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` make a file or a folder in a folder of its own, and put it in place when it is whole. Several
-    processes may do so at once for the same path: they all make the same.
+    processes may do so at once for the same path: they all make the same. What one that was killed left is removed a
+    day later.
 
     Raises ValueError if the disk does not take it; nothing else is left.
     """
-    with _one_sentence(path), tempfile.TemporaryDirectory(suffix=".partial", dir=path.parent) as aside:
+    for leftover in path.parent.glob(f"{path.name}.*.partial"):
+        with suppress(OSError):  # another process was faster
+            if time.time() - leftover.stat().st_mtime > DAY:
+                shutil.rmtree(leftover)
+    affixes = {"prefix": f"{path.name}.", "suffix": ".partial"}
+    with _one_sentence(path), tempfile.TemporaryDirectory(**affixes, dir=path.parent) as aside:
         made = Path(aside) / path.name
         fill(made)
         for part in (*made.rglob("*"), made):

@@ -2,16 +2,30 @@
 
 import json
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, AnyStr, TypeVar
+
+from specdec.schema import shown
 
 MOST_BYTES = 1 << 28  # of a settings file, an index or a config; those that are published have a tenth of it at most
+MOST_LINE = 1 << 22  # bytes of a prompt or a conversation: to tokenize them takes a hundred times as much memory
+MOST_YAML = 1 << 20  # characters of a YAML file: its parser takes seconds for as many
 MOST_DEPTH = 200  # of brackets in a YAML file
 MOST_NODES = 100_000  # values of a YAML file, with those that its aliases repeat
+Model = TypeVar("Model")
 
 
 def read_text(path: Path, what: str, most: int | None = MOST_BYTES) -> str:
-    """The text of a file in UTF-8, with or without a byte order mark.
+    """The text of a file, see `open_text`."""
+    with open_text(path, what, most) as file:
+        return file.read()
+
+
+@contextmanager
+def open_text(path: Path, what: str, most: int | None = None) -> Iterator[IO[str]]:
+    """Open a file in UTF-8, with or without a byte order mark, for reading.
 
     what: names the kind of file in errors. most: bytes; None for any number.
     Raises ValueError, one sentence, if it is not there, cannot be read or is too large."""
@@ -24,7 +38,8 @@ def read_text(path: Path, what: str, most: int | None = MOST_BYTES) -> str:
             raise ValueError(f"no such {what} file: {path}")
         if most is not None and path.stat().st_size > most:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, and a {what} file at most {most}")
-        return path.read_text(encoding="utf-8-sig")
+        with path.open(encoding="utf-8-sig") as file:
+            yield file
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from None
     except OSError as error:
@@ -45,15 +60,66 @@ def parse_json(text: str | bytes, where: str) -> Any:
         raise ValueError(f"{where} is not valid JSON: {error}") from None
 
 
+def lines_of(file: IO[AnyStr], most: int = MOST_LINE) -> Iterator[AnyStr]:
+    """Yield the lines of a file. No more than one line is in memory, and of a line of more than `most` bytes the first
+    `most` + 1: `check_length` rejects it."""
+    while line := file.readline(most + 1):
+        yield line
+        while len(line) > most and line[-1:] not in ("\n", b"\n"):
+            line = file.readline(most + 1)
+
+
+def check_length(text: bytes | str, where: str = "it", most: int = MOST_LINE) -> None:
+    """Raise ValueError, one sentence that begins with `where`, for a line or another text that is too long."""
+    if len(text) > most:
+        raise ValueError(f"{where} is longer than {most >> 20} MiB, the most that one line or text may have")
+
+
+def read_model(model: type[Model], value: object, where: str) -> Model:
+    """Return what a model of pydantic makes of a value that was read from a file.
+
+    Raises ValueError, one sentence that names the place, the field, what is expected and what is there."""
+    from pydantic import ValidationError  # here: commands that read no such file start without pydantic
+
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+        return model.model_validate(value)
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: a text holds half of a surrogate pair, which is no character") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    raise ValueError(f"{where}: {mistake(first)}") from None
+
+
+def mistake(error: Mapping[str, Any]) -> str:
+    """One mistake that pydantic found, in words: the field, what is expected, and what is there."""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+    where = "".join(parts).removeprefix(".")
+    reason = error.get("ctx", {}).get("error")
+    if reason is not None:
+        return f"{where} {reason}".strip()
+    if error["type"] in ("missing", "too_short"):
+        return f"{where} is missing" if error["type"] == "missing" else f"{where} is empty; give at least one"
+    if error["type"] == "extra_forbidden":
+        return f"{where} is no field of it"
+    wanted = error["msg"].removeprefix("Input should be ").partition(" or instance of")[0]
+    return f"{where or 'it'} must be {wanted}, got {shown(error['input'])}"
+
+
 def check_yaml(text: str, where: str) -> None:
-    """Raise ValueError for YAML that aliases or nesting blow up to more than `MOST_NODES` values. Nothing is built."""
+    """Raise ValueError for YAML that aliases or nesting blow up to more than `MOST_NODES` values, and for numbers that
+    YAML reads otherwise than people do: 010 as 8, and 1:30 as 90. Nothing is built."""
     import yaml
 
+    if len(text) > MOST_YAML:
+        raise ValueError(f"{where} has {len(text)} characters, and a YAML file has at most {MOST_YAML}")
     if _depth(text) > MOST_DEPTH:  # before the parser, whose time grows with the square of it
         raise ValueError(f"{where} is not a YAML file: it is nested too deeply")
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         count = _count(root, {}) if root is not None else 0
+    except _Odd as error:
+        raise ValueError(f"{where} {error}") from None
     except RecursionError:
         raise ValueError(f"{where} is not a YAML file: it is nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -71,8 +137,25 @@ def _depth(text: str) -> int:
     return most
 
 
+class _Odd(ValueError):
+    """A number of YAML 1.1 that is another one to its writer."""
+
+
+def _check_number(node) -> None:
+    """Raise `_Odd` for a scalar node that YAML reads as an octal number or as one to base 60."""
+    octal = re.fullmatch(r"[-+]?0[0-7_]+", node.value) and int(plain := node.value.replace("_", ""), 8) != int(plain)
+    if node.tag.endswith((":int", ":float")) and (octal or ":" in node.value):
+        base, mark = (8, "a leading 0") if octal else (60, "colons")
+        raise _Odd(
+            f"line {node.start_mark.line + 1} has {shown(node.value)[1:-1]}, which YAML reads as a number to base "
+            f"{base}: write the number without {mark}, or a text in quotes"
+        )
+
+
 def _count(node, known: dict[int, int]) -> int:
     """Values below a YAML node. known: those that were counted; 0 while they are, so that a cycle is found."""
+    if isinstance(node.value, str):
+        _check_number(node)
     if known.get(id(node)) == 0:
         raise ValueError("an alias stands for what it is in")
     if id(node) not in known:

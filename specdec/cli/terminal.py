@@ -11,5 +11,6 @@ class _Output(Console):
 
 
 def console(width: int | None = None) -> Console:
-    """A console as wide as the terminal, or `width` characters wide where the output is no terminal."""
-    return _Output(width=None if sys.stdout.isatty() else width)
+    """A console as wide as the terminal, or `width` characters wide where the output is no terminal. It prints names as
+    they are: "[/b]" is no markup."""
+    return _Output(width=None if sys.stdout.isatty() else width, markup=False)

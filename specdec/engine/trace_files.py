@@ -6,20 +6,23 @@ of the others), rows.jsonl, rounds.jsonl, nodes.safetensors.
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from specdec.cli.files import check_makeable, check_replaceable, replace_folder
-from specdec.cli.reading import parse_json
+from specdec.cli.reading import Model, check_length, lines_of, parse_json, read_model
 from specdec.engine.recorder import NODE_FIELDS, Trace, TracedRound, TracedRow, TracedTree
+from specdec.model.checkpoint import read_file
 from specdec.model.weight_files import read_json
-from specdec.structs import Sampling
+from specdec.schema import shown
 
 FORMAT, VERSION = "specdec trace", 1
 HEADER = "trace.json"
+MOST_LINE = 1 << 24  # bytes: a prompt of two million tokens
 FILES = ROWS, ROUNDS, NODES = "rows.jsonl", "rounds.jsonl", "nodes.safetensors"
 
 
@@ -57,32 +60,60 @@ def read_trace(folder: Path) -> Trace:
     folder = Path(folder)
     if not (folder / HEADER).is_file():
         raise ValueError(f"{folder} is not a trace: it has no {HEADER}")
-    header = read_json(folder / HEADER)
-    parts = [header.get(name) for name in ("settings", "versions", "sha256")]
-    if header.get("format") != FORMAT or "version" not in header or not all(isinstance(part, dict) for part in parts):
+    from specdec.engine.trace_lines import Header, RoundLine, RowLine  # here: only readers need pydantic
+
+    content = read_json(folder / HEADER)
+    if content.get("format") != FORMAT or "version" not in content:
         raise ValueError(f"{folder / HEADER} is not the header of a trace: record the trace anew")
-    if header["version"] != VERSION:
+    if content["version"] != VERSION:
         raise ValueError(
-            f"{folder} is a trace of version {header['version']}, and this program reads version {VERSION}: "
+            f"{folder} is a trace of version {shown(content['version'])}, and this program reads version {VERSION}: "
             "record it anew"
         )
+    header = read_model(Header, content, str(folder / HEADER))
     for name in FILES:
         file = folder / name
-        if not file.is_file() or _digest(file) != header["sha256"].get(name):
+        if not file.is_file() or _digest(file) != header.sha256.get(name):
             raise ValueError(f"{file} is {'damaged' if file.is_file() else 'missing'}: record the trace anew")
-    nodes = load_file(folder / NODES)
-    lines = _read_lines(folder / ROUNDS)
-    trees = zip(*(nodes[name].split([line["nodes"] for line in lines]) for name in NODE_FIELDS), strict=True)
-    rows = [_row(line) for line in _read_lines(folder / ROWS)]
-    for line, parts in zip(lines, trees, strict=True):
-        row, count = line.pop("row"), line.pop("nodes")
-        rows[row].rounds.append(TracedRound(**line, tree=TracedTree(*parts) if count else None))
-    return Trace(header["settings"], header["versions"], rows)
+    rows = [TracedRow(**dict(line) | {"seed": tuple(line.seed)}) for _, line in _read_lines(folder / ROWS, RowLine)]
+    lines = list(_read_lines(folder / ROUNDS, RoundLine))
+    trees = _read_trees(folder / NODES, [line.nodes for _, line in lines])
+    for (where, line), tree in zip(lines, trees, strict=True):
+        if line.row >= len(rows):
+            raise ValueError(f"{where}: row must be below the {len(rows)} lines of {ROWS}, got {line.row}")
+        row, told = rows[line.row], dict(line)
+        del told["row"], told["nodes"]
+        _check_tree(tree, line.path, row.steps, where)
+        row.rounds.append(TracedRound(**told, tree=tree))
+    return Trace(header.settings, header.versions, rows)
 
 
-def _row(line: dict) -> TracedRow:
-    """Of a file's line; one that is older than the seeds of rows has none."""
-    return TracedRow(**line | {"sampling": Sampling(**line["sampling"]), "seed": tuple(line.get("seed", (0, 0)))})
+def _read_trees(file: Path, sizes: list[int]) -> list[TracedTree | None]:
+    """The trees of these numbers of nodes, 0 for none, which a file holds one after the other."""
+    nodes = dict(read_file(file))
+    for name in NODE_FIELDS:
+        dtype = torch.int32 if name in ("tokens", "parents") else torch.float32
+        found = nodes.get(name)
+        if found is None or found.shape != (sum(sizes),) or (found.dtype != dtype and sum(sizes)):
+            what = "missing" if found is None else f"{str(found.dtype)[6:]} {list(found.shape)}"
+            raise ValueError(f"{file}: tensor {name} must be {str(dtype)[6:]} [{sum(sizes)}], as {ROUNDS} says: {what}")
+    parts = zip(*(nodes[name].split(sizes) for name in NODE_FIELDS), strict=True)
+    return [TracedTree(*part) if size else None for part, size in zip(parts, sizes, strict=True)]
+
+
+def _check_tree(tree: TracedTree | None, path: list[int], steps: int, where: str) -> None:
+    """Raise ValueError unless parents stand before their children, and each node of the path is a child of the one
+    before."""
+    if len(path) > steps + 1:
+        raise ValueError(f"{where}: path must have at most {steps + 1} nodes, as the row's steps say, got {len(path)}")
+    if tree is None:
+        return
+    parents = tree.parents
+    before = torch.arange(len(parents), dtype=parents.dtype).sub_(1).clamp_(min=0)
+    if (parents < 0).any() or (parents > before).any() or (tree.tokens < 0).any():
+        raise ValueError(f"{where}: tokens and parents in {NODES} are no tree of its {len(parents)} nodes")
+    if parents[path[1:]].tolist() != path[:-1]:
+        raise ValueError(f"{where}: path must go from parents to children, got {shown(path)}")
 
 
 def _row_line(row: TracedRow) -> dict:
@@ -105,8 +136,13 @@ def _write_lines(file: Path, lines: list[dict]) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
-def _read_lines(file: Path) -> list[dict]:
-    return [parse_json(line, str(file)) for line in file.read_text(encoding="utf-8").splitlines()]
+def _read_lines(file: Path, model: type[Model]) -> Iterator[tuple[str, Model]]:
+    """Yield the place of each line, and what it says."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines_of(lines, MOST_LINE), 1):
+            where = f"{file} line {number}"
+            check_length(line, where, MOST_LINE)
+            yield where, read_model(model, parse_json(line, where), where)
 
 
 def _digest(file: Path) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+DEPTH_IN_WORDS = "share of rounds that accepted at least d drafted tokens, over all rounds"
+
 
 @dataclass
 class RowTrace:
@@ -51,6 +53,7 @@ def interval_of(
 
 
 def acceptance_by_depth(rows: list[RowTrace], steps: int) -> list[float]:
-    """For d = 1..steps the share of rounds that accepted at least d drafted tokens (vLLM's unconditional rate)."""
+    """For d = 1..steps the share of rounds that accepted at least d drafted tokens, over all rounds of these rows; 0
+    without a round. It is the only definition: `DEPTH_IN_WORDS` names it under charts and tables."""
     accepted = [a for row in rows for a in row.accepted]
     return [sum(a >= d for a in accepted) / len(accepted) if accepted else 0.0 for d in range(1, steps + 1)]

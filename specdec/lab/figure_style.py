@@ -26,6 +26,7 @@ STYLE = {
     "lines.linewidth": 1.4,
     "lines.markersize": 5,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # names may hold a dollar sign
     "svg.hashsalt": "specdec",
 }
 

@@ -28,14 +28,19 @@ DRAFT_DTYPES = DTYPES | {"int8": torch.int8}
 def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of a checkpoint folder, one at a time: all, or those in `only`."""
     for file in weight_files(folder):
-        if file.suffix != ".safetensors":
+        if file.suffix == ".safetensors":
+            yield from read_file(file, only)
+        else:
             tensors = _pickled_tensors(file, "cpu")
             yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
-            continue
-        with _safe_open(file) as reader:
-            for name in reader.keys():  # noqa: SIM118 (safe_open is not a dict)
-                if only is None or name in only:
-                    yield name, reader.get_tensor(name)
+
+
+def read_file(file: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a safetensors file, one at a time: all, or those in `only`."""
+    with _safe_open(file) as reader:
+        for name in reader.keys():  # noqa: SIM118 (safe_open is not a dict)
+            if only is None or name in only:
+                yield name, reader.get_tensor(name)
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:

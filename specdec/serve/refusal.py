@@ -5,6 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from specdec.cli.reading import mistake
 from specdec.schema import shown
 
 
@@ -30,15 +31,9 @@ def refusal_of(kind: type[BaseModel], given: Mapping[str, Any], error: Mapping[s
     reason = error.get("ctx", {}).get("error")
     if isinstance(reason, Refusal):
         return reason
-    field, *parts = error["loc"]
-    where = field + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    if reason is not None:
-        message = f"{where} {reason}"
-    elif error["type"] in ("missing", "too_short"):
-        message = f"{where} is missing" if error["type"] == "missing" else f"{where} is empty; give at least one"
-    elif words := kind.model_fields[field].description:
+    field, words = error["loc"][0], kind.model_fields[error["loc"][0]].description
+    if words and reason is None and error["type"] not in ("missing", "too_short"):
         message = f"{field} must be {words}, got {shown(given[field])}"
     else:
-        wanted = error["msg"].removeprefix("Input should be ").partition(" or instance of")[0]
-        message = f"{where} must be {wanted}, got {shown(error['input'])}"
+        message = mistake(error)
     return Refusal(message, field, code="unsupported_parameter" if isinstance(reason, Unsupported) else None)

@@ -3,12 +3,23 @@
 import ast
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from specdec.cli.files import keep, output_folder, partial_path, put_in_place, replace_folder, write_text, write_whole
+from specdec.cli.files import (
+    DAY,
+    check_makeable,
+    keep,
+    output_folder,
+    partial_path,
+    put_in_place,
+    replace_folder,
+    write_text,
+    write_whole,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -94,6 +105,32 @@ def test_a_folder_is_replaced_whole(tmp_path):
         replace(folder, "newer")
     with pytest.raises(ValueError, match=r"is a file; choose a folder"):
         replace(folder / "mine", "newer")
+
+
+@pytest.mark.parametrize("what", ["fill", "first rename"])
+def test_what_a_killed_write_left_goes_before_the_next_one(tmp_path, monkeypatch, what):
+    """Not only when the next write ends: that may be killed too."""
+    folder = tmp_path / "thing"
+    replace(folder, "old")
+    with monkeypatch.context() as patch:
+        if what == "first rename":
+            patch.setattr(Path, "rename", killed)
+        with pytest.raises(Killed):
+            replace_folder(folder, killed if what == "fill" else filler("new"), ("a",), "a thing")
+    assert names(tmp_path) == ["thing", "thing.partial"]
+    check_makeable(folder)
+    assert names(tmp_path) == ["thing"]
+    assert (folder / "a").read_text() == "old"
+    check_makeable(tmp_path / "not" / "there")
+    assert names(tmp_path) == ["thing"]
+
+
+def test_what_a_killed_process_kept_half_is_removed_a_day_later(tmp_path):
+    for name, age in (("lib.so.abc.partial", 2 * DAY), ("lib.so.def.partial", 0), ("other.so.abc.partial", 2 * DAY)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, times=(time.time() - age,) * 2)
+    keep(tmp_path / "lib.so", lambda made: made.write_text("x"))
+    assert names(tmp_path) == ["lib.so", "lib.so.def.partial", "other.so.abc.partial"]
 
 
 @pytest.mark.parametrize("what", ["fill", "first rename", "second rename"])

@@ -9,6 +9,7 @@ from helpers import refused
 
 from specdec.api import ModelSettings
 from specdec.cli import generate as command
+from specdec.cli.reading import check_yaml
 from specdec.cli.settings import KINDS, parse_with_settings, read_settings
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSettings
@@ -86,11 +87,19 @@ def test_what_contradicts_the_command_line_gives_way(parse, text, flags, expecte
         ("dtype: ''\n", "s.yaml: --dtype is empty"),
         ("- topk\n", "holds no settings"),
         ("topk: [\n", "is not a YAML file"),
+        ("draft: ngram\ntopk: 010\n", "s.yaml line 2 has 010, which YAML reads as a number to base 8"),
+        ("temperature: -1:30.5\n", "s.yaml line 1 has -1:30.5, which YAML reads as a number to base 60"),
+        ("tree: [{a: 1_0, b: 1:30}]\n", "s.yaml line 1 has 1:30, which"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, text, message):
     (tmp_path / "s.yaml").write_text(text, encoding="utf-8")
     assert message in refused(command.main, "--settings", tmp_path / "s.yaml", "--prompt", "x")
+
+
+@pytest.mark.parametrize("text", ["'010'", "007", "0", "0x1F", "12:30 pm", "2026-01-02T10:00:00", "08", "1_000"])
+def test_numbers_that_all_read_alike_are_taken(text):
+    check_yaml(f"seed: {text}", "s.yaml")
 
 
 def test_sampling_and_penalties(parse):

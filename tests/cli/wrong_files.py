@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import struct
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,9 +12,7 @@ from typing import Any
 from wrong_cases import GENERATE, Case, with_content
 
 from specdec import registry
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, generate, load_drafter, load_target
-from specdec.engine.recorder import Recorder
-from specdec.engine.trace_files import HEADER, write_trace
+from specdec.api import DEMO_DRAFTER, DEMO_TARGET
 
 GONE = object()  # removes the entry
 SOME_VALUES = ("64", None, -1, 1.5, float("nan"), 10**30, True, [1], {}, "", GONE)
@@ -104,25 +101,5 @@ def weights(file: Path) -> tuple[dict, bytes]:
     return json.loads(content[8 : 8 + size]), content[8 + size :]
 
 
-def trace_cases() -> Iterator[Case]:
-    """Change the header only: it holds digests of the other files."""
-    target, recorder = load_target(DEMO_TARGET), Recorder()
-    drafter = load_drafter(DEMO_DRAFTER, target)
-    generate(target, "What is a tree?", drafter, tree="2/2/4", max_new_tokens=8, observer=recorder)
-    with tempfile.TemporaryDirectory() as folder:
-        write_trace(recorder.trace, Path(folder, "t"))
-        files = {file.name: file.read_bytes() for file in Path(folder, "t").iterdir()}
-
-    def put(header: dict) -> Callable[[Path], None]:
-        def prepare(scratch: Path) -> None:
-            (scratch / "t").mkdir()
-            for name, content in (files | {HEADER: as_json(header)}).items():
-                (scratch / "t" / name).write_bytes(content)
-
-        return prepare
-
-    yield from cases_of("trace", json.loads(files[HEADER]), ("metrics", "t"), put)
-
-
 def file_cases() -> Iterator[Case]:
-    return itertools.chain(data_and_settings_cases(), checkpoint_cases(), trace_cases())
+    return itertools.chain(data_and_settings_cases(), checkpoint_cases())

@@ -188,7 +188,7 @@ def test_the_command_writes_what_it_reports(target_path, drafter_path, tmp_path,
     trace = read_trace(tmp_path / "trace")
     assert [row.tokens for row in trace.rows] == told["token_ids"], "plain decoding for --compare is not recorded"
     assert metrics.tau(trace.rows) == told["tau"]
-    assert metrics.vllm_per_position_rates(trace.rows) == told["acceptance_by_depth"]
+    assert metrics.acceptance_by_depth(trace.rows) == told["acceptance_by_depth"]
     assert [row.call for row in trace.rows] == [0, 0, 1]
     assert trace.settings["flags"]["max_new_tokens"] == 16
     assert trace.settings["tree"] == {"class": "DynamicTree", "steps": 5, "topk": 4, "num_draft_tokens": 16}

@@ -1,5 +1,6 @@
 """The cost model: known functions are found again, real rounds are timed where they say, measurements are cached."""
 
+import json
 import statistics
 
 import numpy as np
@@ -185,3 +186,8 @@ def test_what_cannot_be_read_is_measured_anew(pair, calls):
     assert len(calls) == 3
     measured_costs(*pair, TEXT, topks=(1, 2))
     assert len(calls) == 3
+    edited = json.loads(file.read_text())
+    edited["points"][0]["seconds"] = {"verify": "x"}
+    file.write_text(json.dumps(edited))
+    measured_costs(*pair, TEXT, topks=(1, 2))
+    assert len(calls) == 4

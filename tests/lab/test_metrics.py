@@ -51,7 +51,11 @@ BY_HAND = {
     "draft_token_efficiency": 9 / 21,
     "undrafted_share": 1 / 8,
 }
-BY_HAND_BY_DEPTH = {"vllm_per_position_rates": [4 / 7, 3 / 7, 2 / 7], "n_alpha": [4 / 7, 3 / 4, 2 / 3]}
+BY_HAND_BY_DEPTH = {
+    "acceptance_by_depth": [4 / 8, 3 / 8, 2 / 8],
+    "vllm_per_position_rates": [4 / 7, 3 / 7, 2 / 7],
+    "n_alpha": [4 / 7, 3 / 4, 2 / 3],
+}
 
 
 def test_trees():

@@ -234,8 +234,7 @@ def test_tables_warn_of_different_answers_and_have_the_acceptance_of_all_rounds(
     told = capsys.readouterr().out
     assert "Points with answers that differ from plain decoding's: 1." in told
     assert "Lossy: SampleAndMatch()" in told
-    found["metrics"]["undrafted_share"]["value"] = 0.75
-    found["by_depth"]["vllm_per_position_rates"] = [{"value": 1.0}, {"value": 0.4}, {"value": None}]
+    found["by_depth"]["acceptance_by_depth"] = [{"value": 0.25}, {"value": 0.1}, {"value": None}]
     (row,) = table_of([found], timings)
     assert row["cells"][4] == "25 10 %"
 

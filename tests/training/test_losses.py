@@ -61,6 +61,46 @@ def test_every_term_equals_its_formula(name, renormalise):
         torch.testing.assert_close((slope - student.q * total[..., None])[:, j], wanted[:, j], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("name", ["tv", "l1", "lk", "lk_hybrid"])
+def test_terms_that_renormalise_compare_softmaxes_of_the_draft_vocabulary(name, renormalise):
+    """The softmax of the target's logits at the tokens that are left, as speculators has it, whatever the objective's
+    own p is; by default the result is another."""
+    torch.manual_seed(0)
+    theirs = 3 * torch.randn(30, 40, dtype=torch.float64)
+    logits = (3 * torch.randn(30, 20, dtype=torch.float64)).requires_grad_()
+    logp, kept = theirs.log_softmax(-1)[:, ::2], theirs[:, ::2].softmax(-1)
+    share = logp.logsumexp(-1, keepdim=True)
+    teacher = Teacher(logp - share, share, None, None) if renormalise else Teacher(logp, None, None, None)
+    student = Student(logits.detach()[:, None])
+    ((_, term),) = read_terms({name: {"renormalised": True}})
+    value, slope, total = term(student, teacher)
+    q = logits.softmax(-1)
+    away = (kept - q).abs().sum(-1) / 2
+    w = torch.exp(-3 * (1 - away.detach()))
+    kl = (teacher.p * (teacher.logp - q.log())).sum(-1)
+    expected = {"tv": away, "l1": 2 * away, "lk": -(1 - away).log(), "lk_hybrid": w * kl + (1 - w) * away}[name]
+    (wanted,) = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(value[:, 0], expected.detach())
+    torch.testing.assert_close((slope - student.q * total[..., None])[:, 0], wanted)
+    ((_, default),) = read_terms({name: 1.0})
+    assert (default(student, teacher)[0] > value + 0.01).any()
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"tv": {"renormalised": "yes"}}, "tv.renormalised must be true or false, got 'yes'"),
+        ({"tv": {"k": 3}}, r"tv has no setting 'k'; it has \['weight', 'renormalised'\]"),
+        ({"top_k": {"k": 2.5}}, "top_k.k must be a whole number"),
+        ({"kl": {"temperature": -1}}, "kl.temperature must be at least 0"),
+    ],
+)
+def test_wrong_settings_of_terms(terms, message):
+    with pytest.raises(ValueError, match=message):
+        read_terms(terms)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", [n for n in all_terms() if n != "tokens"])
 def test_every_term_over_some_tokens_and_the_rest(name):

@@ -214,6 +214,7 @@ PEAGLE = {
     "kl": ("speculators", {"kl": 1}, False, {}, "speculators.loss"),
     "choice": ("speculators", {"choice": 1}, False, {}, "speculators.loss_ce"),
     "reverse_kl": ("speculators", {"reverse_kl": 1}, False, {}, "speculators.loss_rkl"),
+    "tv, renormalised": ("speculators", {"tv": {"renormalised": True}}, False, {}, "speculators.loss_tv"),
     "norm before residual": (
         "speculators", {"kl": 1}, False, {"norm_before_residual": True}, "speculators.loss_norm_before_residual",
     ),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specdec.cli.files import partial_path, put_in_place, write_text
 from specdec.cli.lock import only_writer
+from specdec.model.weight_files import read_json
 
 
 def record_of(out: Path) -> Path:
@@ -18,9 +19,8 @@ def record_of(out: Path) -> Path:
 def begun_on(out: Path) -> str:
     """Return the day (YYYY-MM-DD) on which the run that writes `out` was begun; today if none was."""
     try:
-        day = json.loads(record_of(out).read_text(encoding="utf-8")).get("day")
-        return date.fromisoformat(day).isoformat()
-    except (OSError, ValueError, TypeError, AttributeError):  # `Shards` says what is wrong with the file
+        return date.fromisoformat(read_json(record_of(out)).get("day")).isoformat()
+    except (ValueError, TypeError):  # `Shards` says what is wrong with the file
         return date.today().isoformat()
 
 
@@ -102,7 +102,7 @@ class Shards:
             write_text(self.record, json.dumps(self.settings, indent=1) + "\n")
             return
         try:
-            begun = json.loads(self.record.read_text(encoding="utf-8"))
+            begun = read_json(self.record)
         except ValueError:
             raise ValueError(f"{self.record} is damaged: give another --out") from None
         for name, value in self.settings.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from specdec.cli.reading import parse_json
+from specdec.cli.reading import check_length, lines_of, parse_json
 from specdec.training.data.conversation import Conversation, conversation_of
 
 FILES = (".json", ".jsonl", ".jsonl.xz", ".txt")
@@ -28,6 +28,8 @@ class Record:
 
     def fields(self) -> dict:
         """What the record holds. Raises ValueError, which does not say where, if it is not an object."""
+        if isinstance(self.raw, bytes):
+            check_length(self.raw)
         try:
             row = json.loads(self.raw) if isinstance(self.raw, bytes) else self.raw
         except UnicodeDecodeError:
@@ -42,7 +44,10 @@ class Record:
 
     def messages(self) -> Conversation:
         """OpenAI messages, at least one. Raises ValueError, which does not say where, if the form is not known."""
-        return conversation_of(self.fields())
+        found = conversation_of(self.fields())
+        for message in found:
+            check_length(message["content"])
+        return found
 
 
 def read_conversations(path: str | Path) -> Iterator[Conversation]:
@@ -96,7 +101,7 @@ def _file(path: Path) -> Iterator[Record]:
             if path.suffix == ".json":
                 yield from _json(path, lines.read())
                 return
-            for number, line in enumerate(lines, 1):
+            for number, line in enumerate(lines_of(lines), 1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 if line.strip() and path.suffix == ".txt":
                     yield Record(f"{path} line {number}", {"prompt": _text(line, f"{path} line {number}")})
@@ -109,6 +114,7 @@ def _file(path: Path) -> Iterator[Record]:
 
 
 def _text(line: bytes, where: str) -> str:
+    check_length(line, where)
     try:
         return line.decode("utf-8").strip()
     except UnicodeDecodeError as error:

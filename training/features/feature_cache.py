@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from specdec.cli.reading import read_model
 from specdec.model.weight_files import read_json
 from specdec.training.data import Batch, Sample
 from specdec.training.features.online import Features, arguments, deferred_logits, online_features
@@ -141,7 +142,7 @@ def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
     for what, value in now.items():
         same = made.get(what) == value
         if what == "target" and isinstance(made.get(what), str):
-            same = made[what].split()[0] == value.split()[0]
+            same = made[what].partition(" ")[0] == value.partition(" ")[0]
         if not same:
             raise ValueError(f"{folder} was made with {what} {made.get(what)}, and this is {value}: {remedy}")
 
@@ -163,9 +164,11 @@ class FeatureCache:
             raise ValueError(
                 f"{folder} is of schema {self.manifest.get('schema')}, and this reads {SCHEMA}: make it anew"
             )
-        self.keep = self.manifest["keep"]
-        bounds = self.manifest["shards"]
-        paths = [shard_path(self.folder, i, len(bounds)) for i in range(len(bounds))]
+        from specdec.training.features.manifest import Manifest  # here: only readers need pydantic
+
+        told = read_model(Manifest, self.manifest, str(self.folder / MANIFEST))
+        self.keep, count = told.keep, len(told.shards)
+        paths = [shard_path(self.folder, i, count) for i in range(count)]
         if missing := sum(not path.is_file() for path in paths):
             raise ValueError(
                 f"{folder} lacks {missing} of {len(paths)} shards: specdec cache with its settings goes on"

@@ -6,6 +6,7 @@ from pathlib import Path
 from torch import Tensor
 
 from specdec.cli.files import write_text, write_whole
+from specdec.cli.reading import lines_of, open_text, parse_json, read_model
 
 
 class RunLog:
@@ -39,13 +40,19 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict]:
-    """Rows of a log.jsonl; a last line that was cut while it was written is left out."""
+    """Rows of a log.jsonl; a last line that was cut while it was written is left out.
+
+    Raises ValueError, one sentence, for a line that is no row of a log."""
+    from specdec.training.loop.log_row import LogRow  # here: only readers need pydantic
+
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+    with open_text(path, "log") as file:
+        for number, line in enumerate(lines_of(file), 1):
+            if not line.endswith("\n"):
+                break
+            where = f"{path} line {number}"
+            rows.append(parse_json(line, where))
+            read_model(LogRow, rows[-1], where)
     return rows
 
 
@@ -85,7 +92,7 @@ def draw_curves(log: Path, picture: Path) -> None:
 
 
 def _plot(axes, rows: list[dict], split: str, key: str, label: str, at: int | None = None) -> None:
-    chosen = [r for r in rows if r["split"] == split and key in r]
+    chosen = [r for r in rows if r["split"] == split and key in r and (at is None or at < len(r[key]))]
     if chosen:
         values = [r[key] if at is None else r[key][at] for r in chosen]
         axes.plot([r["step"] for r in chosen], values, label=label, marker="." if len(chosen) < 30 else None)

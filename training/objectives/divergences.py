@@ -52,17 +52,19 @@ def jsd(student: Student, teacher: Teacher) -> Value:
 
 
 @term
-def tv(student: Student, teacher: Teacher) -> Value:
-    """Total variation 1 - sum min(p, q) over all V tokens: the chance that rejection sampling refuses a draft."""
-    p = teacher.whole[:, None]
+def tv(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
+    """Total variation 1 - sum min(p, q). Over all V tokens it is the chance that rejection sampling rejects a draft.
+
+    renormalised: let p sum to 1 over the draft vocabulary, as the library speculators does."""
+    p = (teacher.p / teacher.mass[:, None] if renormalised else teacher.whole)[:, None]
     slope = -student.q * (student.q < p)
     return 1 - torch.minimum(student.q, p).sum(-1), slope, slope.sum(-1)
 
 
 @term
-def l1(student: Student, teacher: Teacher) -> Value:
-    """sum |p - q| over all V tokens, twice the total variation: DSpark's distance."""
-    value, slope, total = tv(student, teacher)
+def l1(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
+    """sum |p - q| over all V tokens, twice the total variation (see `tv`): DSpark's distance."""
+    value, slope, total = tv(student, teacher, renormalised)
     return 2 * value, 2 * slope, 2 * total
 
 
@@ -91,23 +93,25 @@ def top_k(student: Student, teacher: Teacher, k: int = 10) -> Value:
 
 
 @term
-def lk(student: Student, teacher: Teacher) -> Value:
+def lk(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
     """-log alpha, with alpha = sum min(p, q) over all V tokens the chance that a draft is accepted (arXiv 2602.23881).
 
     Its gradient is that of the total variation divided by alpha: large where little is accepted."""
-    rejected, slope, total = tv(student, teacher)
+    rejected, slope, total = tv(student, teacher, renormalised)
     alpha = (1 - rejected).clamp(min=LEAST)
     return -alpha.log(), slope / alpha[..., None], total / alpha
 
 
 @term
-def lk_hybrid(student: Student, teacher: Teacher, scale: float = 1.0, decay: float = 3.0) -> Value:
+def lk_hybrid(
+    student: Student, teacher: Teacher, scale: float = 1.0, decay: float = 3.0, renormalised: bool = False
+) -> Value:
     """w KL(p || q) + (1 - w) (1 - alpha), where w = scale exp(-decay alpha) is a constant for the gradient; alpha: see
     `lk`.
 
     decay = 3 is the paper's best and speculators' default; SpecForge's is 1.
     """
-    rejected, slope, total = tv(student, teacher)
+    rejected, slope, total = tv(student, teacher, renormalised)
     distance, pull, pull_total = kl(student, teacher)
     w = scale * torch.exp(-decay * (1 - rejected))
     value = w * distance + (1 - w) * rejected

@@ -18,9 +18,12 @@ from pathlib import Path
 
 from torch import Tensor
 
+from specdec.cli.limits import MOST
+from specdec.schema import check_value, parameters
+
 Value = tuple[Tensor, Tensor, Tensor]
 Term = Callable[..., Value]
-Weight = float | Mapping[str, float]
+Weight = float | Mapping[str, float | bool]
 
 _FOUND: dict[str, Term] = {}
 
@@ -45,10 +48,12 @@ def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, Term]]:
         if name not in known:
             raise ValueError(f"objective.terms has no {name!r}; there are {', '.join(known)}")
         settings = dict(value) if isinstance(value, Mapping) else {"weight": value}
-        weight, code = settings.pop("weight", 1.0), known[name].__code__
-        allowed = code.co_varnames[2 : code.co_argcount]
-        if unknown := set(settings) - set(allowed):
-            raise ValueError(f"objective.terms.{name} has no setting {unknown.pop()!r}; it has {['weight', *allowed]}")
+        weight, (taken, _) = settings.pop("weight", 1.0), parameters(known[name])
+        for setting, given in settings.items():
+            if setting not in taken or setting in ("student", "teacher"):
+                names = ["weight", *list(taken)[2:]]
+                raise ValueError(f"objective.terms.{name} has no setting {setting!r}; it has {names}")
+            check_value(taken[setting], given, f"objective.terms.{name}.{setting}", {"low": 0, "high": MOST})
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
             raise ValueError(f"objective.terms.{name} must have a weight of 0 or above, got {weight!r}")
         if weight:  # 0 takes a term out of a configuration that others are added to

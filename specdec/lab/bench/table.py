@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from rich.table import Table
+from rich.text import Text
 
 from specdec.cli.terminal import console
 
@@ -38,7 +39,7 @@ def print_rows(rows: list[dict], title: str) -> None:
         if row["configuration"] != before:
             before = row["configuration"]
             table.add_section()
-            table.add_row(f"[bold]{before}")
+            table.add_row(Text(before, "bold"))
         if "tokens_per_second" in row:
             table.add_row(*(cell(row) for cell in COLUMNS.values()))
         else:
@@ -46,7 +47,7 @@ def print_rows(rows: list[dict], title: str) -> None:
     screen = console(170)
     screen.print(table)
     for remark, where in remarks(rows).items():
-        screen.print(f"{remark} ({', '.join(where)})", markup=False, highlight=False)
+        screen.print(f"{remark} ({', '.join(where)})", highlight=False)
 
 
 def remarks(rows: list[dict]) -> dict[str, list[str]]:

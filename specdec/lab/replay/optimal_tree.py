@@ -49,7 +49,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def show(along: AlongTexts) -> None:
-    print(f"temperature {along.temperature:g}: how often the drafter's child of rank 1, 2, ... is the right one")
+    what = "conditional acceptance, of the places that reached a depth, by the child's rank 1, 2, ..."
+    print(f"temperature {along.temperature:g}: {what}")
     for depth, row in enumerate(along.table(), 1):
         print(f"depth {depth}: " + "  ".join(f"{share:6.1%}" for share in row))
 

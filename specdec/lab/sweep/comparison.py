@@ -32,8 +32,8 @@ FIELDS = ("draft", "name", "tree", "verifier", "token_map", "compile")
 FEW = 10  # prompts, below which a bootstrap has little to draw from
 SMALL = 4  # nodes of a tree, for which a smaller one is no advice
 COLUMNS = {
-    "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth": "right", "tokens/s": "right",
-    "to plain": "right", "ms a round: draft, verify": "left", "lossless": "left",
+    "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth, of all rounds": "right",
+    "tokens/s": "right", "to plain": "right", "ms a round: draft, verify": "left", "lossless": "left",
 }  # fmt: skip
 WIDTH = 180  # of a table where there is no terminal
 SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
@@ -89,7 +89,7 @@ class Comparison:
         return said
 
     def _recorded(self) -> Console:
-        shown = Console(width=WIDTH, file=StringIO(), record=True, force_jupyter=False)
+        shown = Console(width=WIDTH, file=StringIO(), record=True, force_jupyter=False, markup=False)
         shown.print(self._table())
         return shown
 

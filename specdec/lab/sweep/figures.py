@@ -120,14 +120,14 @@ def _equal_speed(axis: Axes, speeds: list[float]) -> None:
 
 
 def depth(points: Results) -> Figure | None:
-    """Share of rounds that accepted at least so many tokens, of each drafter's point with the greatest tau."""
+    """Acceptance by depth (`engine.traces.acceptance_by_depth`) of each drafter's point with the greatest tau."""
     chosen = _chosen(points)
     figure, axis = subplots(figsize=(WIDTH * 0.62, 3.2))
     for i, (r, looks) in enumerate(chosen):
-        entries = [e for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
+        entries = [e for e in r["by_depth"]["acceptance_by_depth"] if e["value"] is not None]
         places = [d + 0.06 * (i - (len(chosen) - 1) / 2) for d in range(1, len(entries) + 1)]
         axis.errorbar(places, [e["value"] for e in entries], error_bars(entries), capsize=2, **looks)
-    axis.set(xlabel="depth", ylabel="accepted to this depth", ylim=(0, 1))
+    axis.set(xlabel="depth d", ylabel="accepted to depth d, of all rounds", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axis.legend()

@@ -11,7 +11,7 @@ COLUMNS = {  # of the table of points: heading -> is it a number?
     "tree": False,
     "tau": True,
     "95 %": True,
-    "accepted to depth 1, 2, ...": False,
+    "accepted to depth 1, 2, ..., of all rounds": False,
     "draft, verify: ms a round": True,
     "tokens/s": True,
     "to plain": True,
@@ -26,7 +26,8 @@ def decoded(group: list[dict]) -> list[dict]:
 
 def title_of(group: list[dict]) -> str:
     names, sampling = group[0]["names"], group[0]["settings"]["sampling"]
-    how = "greedy" if sampling["temperature"] == 0 else f"temperature {sampling['temperature']:g}"
+    temperature = sampling.get("temperature", 0)
+    how = f"temperature {temperature:g}" if temperature else "greedy"
     return f"{names['benchmark']}, {names['target']}, {how}"
 
 
@@ -65,11 +66,9 @@ def table_of(group: list[dict], timings: dict[str, dict]) -> list[dict]:
     """A row {"cells", "best"} for each decoded point, plain decoding first. best: the drafter's fastest point."""
     points = decoded(group)
     plain = [r for r in group if r["kind"] == "decode" and r["names"]["draft"] == "none"]
-    base = timings[plain[0]["key"]]["tokens_per_second"] if plain else None
-    fastest = {
-        max(mine, key=lambda r: timings[r["key"]]["tokens_per_second"] or 0.0)["key"]
-        for mine in by_drafter(points).values()
-    }
+    rates = {r["key"]: timings[r["key"]]["tokens_per_second"] for r in plain + points}
+    base = rates[plain[0]["key"]] if plain else None
+    fastest = {max((r["key"] for r in mine), key=rates.get) for mine in by_drafter(points).values()}
     return [{"cells": _cells(r, timings[r["key"]], base), "best": r["key"] in fastest} for r in plain + points]
 
 
@@ -77,17 +76,16 @@ def _cells(r: dict, timing: dict, base: float | None) -> list[str]:
     tau, rate = r["metrics"]["tau"], timing["tokens_per_second"]
     spent = timing["milliseconds_a_round"]
     plainly = r["names"]["draft"] == "none"
-    drafted = 1 - (r["metrics"]["undrafted_share"]["value"] or 0)  # of all rounds, as tau is; vLLM's are of these alone
-    rates = [drafted * e["value"] for e in r["by_depth"]["vllm_per_position_rates"] if e["value"] is not None]
+    rates = [e["value"] for e in r["by_depth"]["acceptance_by_depth"] if e["value"] is not None]
     return [
         "plain decoding" if plainly else r["names"]["draft"],
         "" if plainly else tree_name(r),
         f"{tau['value']:.2f}",
         "" if tau["low"] is None or plainly else f"{tau['low']:.2f}–{tau['high']:.2f}",
         " ".join(f"{100 * share:.0f}" for share in rates) + (" %" if rates else ""),
-        "" if spent["draft"] is None else f"{spent['draft']:.2f}, {spent['verify']:.2f}",
-        f"{rate:.0f}" if rate else "",
-        f"{rate / base:.2f}" if rate and base else "",
+        f"{spent['draft']:.2f}, {spent['verify']:.2f}",
+        f"{rate:.0f}",
+        f"{rate / base:.2f}" if base else "",
         "" if plainly or "identical" not in r else f"{r['identical']} of {r['rows']}",
     ]
 

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from specdec import __version__
 from specdec.cli.files import output_folder, write_text, write_whole
+from specdec.engine.traces import DEPTH_IN_WORDS
 from specdec.lab.figure_style import svg_and_png
 from specdec.lab.sweep import figures
 from specdec.lab.sweep.gallery import best_tree_svg, round_svg
@@ -43,7 +44,7 @@ DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function,
     "depth": (
         "Acceptance by depth",
         figures.depth,
-        f"Share of the rounds that accepted at least so many drafted tokens. {BEST}",
+        f"{DEPTH_IN_WORDS[0].upper()}{DEPTH_IN_WORDS[1:]}. {BEST}",
     ),
     "categories": ("tau by category", figures.categories, BEST),
     "diagnostics": ("Why", figures.diagnostics, WHY),

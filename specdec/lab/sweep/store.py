@@ -8,14 +8,18 @@ results.jsonl and timings.jsonl hold the first two, a line a point.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 from specdec.cli.files import replace_folder, write_text
 from specdec.cli.lock import only_writer
+from specdec.cli.reading import read_model
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import write_trace
 from specdec.lab.sweep.points import SweepPoint, code_version
+from specdec.lab.sweep.stored import Head, Point, models_of
 from specdec.model.weight_files import read_json
+from specdec.schema import shown
 from specdec.verify import sample_and_match
 
 POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"
@@ -49,22 +53,43 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     `identical` if there is plain decoding of the same questions and the rule draws as that does: how many answers are
     the same."""
     folders = sorted(p.parent for p in (out / "points").glob(f"*/{RESULT}") if not p.parent.suffix)
-    results = [read_json(folder / RESULT) for folder in folders]
     now = code_version()
-    current = [r for r in results if r["settings"]["code"] == now]
-    plain = {_conditions(r): r["answers"] for r in current if r["names"]["draft"] == "none"}
+    found = [both for both in map(partial(_read_point, now=now), folders) if both is not None]
+    current, times = [result for result, _ in found], {result["key"]: took for result, took in found}
+    plain = {_conditions(r): r.get("answers") for r in current if r["names"]["draft"] == "none"}
     for r in current:
         answers = r.pop("answers", None)
         base = plain.get(_conditions(r))
         if answers is not None and base is not None and _settled(r["settings"]):
             r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
     current.sort(key=_order)
-    timings = {r["key"]: read_json(point_folder(out, r["key"]) / TIMES) for r in current}
-    return current, timings, len(results) - len(current)
+    timings = {r["key"]: times[r["key"]] for r in current}
+    return current, timings, len(folders) - len(current)
+
+
+def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
+    """What was measured at a point, and its times; None if another version of the code made it.
+
+    Raises ValueError, one sentence, for files that were changed by hand or are damaged."""
+    try:
+        result, file = read_json(folder / RESULT), str(folder / RESULT)
+        if read_model(Head, result, file).settings.code != now:
+            return None
+        kind, kind_of_times = models_of(read_model(Point, result, file))
+        read_model(kind, result, file)
+        times = read_json(folder / TIMES)
+        read_model(kind_of_times, times, str(folder / TIMES))
+        for name, key in ((RESULT, result["key"]), (TIMES, times["key"])):
+            if key != folder.name:
+                raise ValueError(f"{folder / name}: key must be the name of its folder, got {shown(key)}")
+    except ValueError as error:
+        raise ValueError(f"{error}; remove {folder}, and the sweep measures this point anew") from None
+    return result, times
 
 
 def _settled(settings: dict) -> bool:
-    return settings["sampling"]["temperature"] == 0 or settings.get("tree", {}).get("verifier") == str(sample_and_match)
+    greedy = not settings["sampling"].get("temperature")
+    return greedy or settings.get("tree", {}).get("verifier") == str(sample_and_match)
 
 
 def _conditions(result: dict) -> str:

@@ -231,9 +231,9 @@ def times(results: list[Result]) -> dict:
     return {
         "seconds": seconds,
         "prefill_seconds": sum(result.prefill_seconds for result in results),
-        "tokens_per_second": tokens / seconds if seconds else None,
+        "tokens_per_second": tokens / seconds,
         "rounds": rounds,
-        "milliseconds_a_round": {name: 1e3 * s / rounds if rounds else None for name, s in parts.items()},
+        "milliseconds_a_round": {name: 1e3 * s / rounds for name, s in parts.items()},
         "load": os.getloadavg()[0],
         "machine": {
             "processor": processor(),

@@ -44,7 +44,7 @@ def _examined(r: TracedRound) -> Iterator[tuple[float, bool]]:
     for node in range(1, len(parents)):
         own = logq[node] - logq[parents[node]]
         if parents[node] in path and not math.isnan(own):
-            yield min(math.exp(own), 1.0), node in path
+            yield math.exp(min(own, 0.0)), node in path
 
 
 def by_context(rows: Rows, *, resamples: int = 1000, edges: Sequence[int] = CONTEXTS) -> list[dict]:
@@ -69,6 +69,10 @@ def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: i
     said = Counter(token for row in rows for token in row.tokens)
     total = sum(said.values())
     known = drafter.vocab.contains().tolist()
+    if said and max(said) >= len(known):
+        raise ValueError(
+            f"token {max(said)} is beyond the {len(known)} of the target: the trace belongs to another target"
+        )
     missed = sorted(((token, n) for token, n in said.items() if not known[token]), key=lambda both: (-both[1], both[0]))
     lost = sum(count for _, count in missed)
     return {

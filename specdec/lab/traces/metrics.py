@@ -109,15 +109,19 @@ def experts_per_verification(rows: Rows) -> float:
 
 
 @metric
-def vllm_per_position_rates(rows: Rows) -> list[float]:
-    """For d = 1..D the share of drafts that accepted at least d tokens: not conditional on d - 1, so it never rises.
+def acceptance_by_depth(rows: Rows) -> list[float]:
+    """For d = 1..D the share of rounds that accepted at least d drafted tokens, over all rounds. It never rises.
 
-    vLLM, `num_accepted_tokens_per_pos / num_drafts`. Of a tree it is the acceptance by depth that `generate` prints."""
-    drafting = [row.drafting for row in rows]
-    steps = _steps(rows)
-    if not sum(row.rounds for row in drafting):
-        return [math.nan] * steps
-    return traces.acceptance_by_depth(drafting, steps)
+    The one that all commands print and draw, see `specdec.engine.traces.acceptance_by_depth`."""
+    return _by_depth([row.trace for row in rows], _steps(rows))
+
+
+@metric
+def vllm_per_position_rates(rows: Rows) -> list[float]:
+    """Conditional: `acceptance_by_depth` over the rounds in which something was drafted.
+
+    vLLM, `num_accepted_tokens_per_pos / num_drafts`."""
+    return _by_depth([row.drafting for row in rows], _steps(rows))
 
 
 @metric
@@ -138,6 +142,10 @@ def n_alpha(rows: Rows) -> list[float]:
 def rounds_of(rows: Rows) -> int:
     """The rounds of all rows together."""
     return sum(row.trace.rounds for row in rows)
+
+
+def _by_depth(rows: list[traces.RowTrace], steps: int) -> list[float]:
+    return traces.acceptance_by_depth(rows, steps) if any(row.rounds for row in rows) else [math.nan] * steps
 
 
 def _steps(rows: Rows) -> int:

@@ -10,6 +10,7 @@ from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import command_parser
 from specdec.cli.terminal import console
 from specdec.engine.trace_files import read_trace
+from specdec.engine.traces import DEPTH_IN_WORDS
 from specdec.lab.traces.metrics import BY_DEPTH, METRICS, summary
 
 
@@ -19,7 +20,7 @@ def tables(summaries: dict[str, dict]) -> list[Table]:
     scalar = Table("metric", *summaries, title="metrics", caption=count)
     for name in METRICS:
         scalar.add_row(name, *(_cell(s["metrics"][name]) for s in summaries.values()))
-    deep = Table("metric", "depth", *summaries, title="by depth")
+    deep = Table("metric", "depth", *summaries, title="by depth", caption=f"acceptance_by_depth: {DEPTH_IN_WORDS}")
     for name in BY_DEPTH:
         columns = [s["by_depth"][name] for s in summaries.values()]
         for d in range(max(map(len, columns))):

@@ -1,0 +1,243 @@
+"""Files that were edited by hand are taken, or refused by one sentence: never a traceback."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from edits import edited
+from helpers import run_here, tiny_drafter, tiny_target
+from safetensors.torch import load_file, save_file
+
+from specdec.acceptance import FILE, read_acceptance
+from specdec.drafters.formats.token_map import read_token_map
+from specdec.drafters.vocab import DraftVocab
+from specdec.engine.trace_files import HEADER, NODES, ROUNDS, ROWS, read_trace
+from specdec.lab.replay import Superset, record
+from specdec.lab.sweep import store
+from specdec.lab.sweep.benchmarks import Benchmark, Question
+from specdec.lab.sweep.point_table import print_tables
+from specdec.lab.sweep.points import Draft
+from specdec.lab.sweep.report import write_report
+from specdec.lab.sweep.store import collect
+from specdec.lab.sweep.sweep import Sweep
+from specdec.lab.traces import diagnose, metrics_command
+from specdec.model.loader import load_target
+from specdec.structs import Sampling
+from specdec.training.features.feature_cache import MANIFEST, SCHEMA, FeatureCache
+from specdec.training.loop.log import RunLog, read_log
+from specdec.trees import DynamicTree
+from specdec.trees.spec import TreeSpec
+from specdec.verify import make_verifier
+
+QUESTIONS = [Question("a", "animals", ("The quick brown",)), Question("b", "numbers", ("What is 12 + 30?",))]
+
+
+@pytest.fixture(scope="module")
+def swept(target_path, drafter_path, tmp_path_factory):
+    """A sweep of plain decoding, a drafter with a tree, one that cannot be, and a best tree."""
+    out = tmp_path_factory.mktemp("swept")
+    how = {"max_new_tokens": 8, "resamples": 5, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
+    found = Sweep(load_target(target_path), "signature", Benchmark("tiny", QUESTIONS), out, **how)
+    best = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
+    found.run(found.points([Draft.read(str(drafter_path))], [TreeSpec(2, 2, 4), TreeSpec(2, 2, 60)], True, best))
+    assert len(collect(out)[0]) == 4
+    return out
+
+
+@pytest.fixture(scope="module")
+def trace(swept):
+    (found,) = [
+        p for p in swept.glob("points/*/trace") if any(r.tree for row in read_trace(p).rows for r in row.rounds)
+    ]
+    return found
+
+
+class Everything:
+    """A drafter that may propose 9 tokens."""
+
+    vocab = DraftVocab(9, None)
+
+
+def check_metrics(folder: Path) -> str:
+    """Print metrics and diagnose; returns the refusal, one sentence, or nothing."""
+    done = run_here(metrics_command.main, str(folder), "--resamples", "3")
+    if done.returncode:
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ")
+        assert done.stderr.count("\n") == 1
+        return done.stderr
+    rows = read_trace(folder).rows
+    diagnose.calibration(rows)
+    diagnose.by_context(rows, resamples=3)
+    diagnose.examples(rows, str)
+    said = refusal(diagnose.coverage, rows, Everything, str)
+    assert not said or "belongs to another target" in said
+    return ""
+
+
+def put_in_trace(trace: Path, folder: Path, name: str, content: bytes) -> None:
+    """Copy a trace with other content of a file, whose digest is mended, as somebody does who knows the format."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(trace, folder)
+    (folder / name).write_bytes(content)
+    if name != HEADER:
+        header = json.loads((folder / HEADER).read_text())
+        header["sha256"][name] = hashlib.sha256(content).hexdigest()
+        (folder / HEADER).write_text(json.dumps(header))
+
+
+@pytest.mark.parametrize("name", [HEADER, ROWS, ROUNDS])
+def test_traces(trace, tmp_path, name):
+    told = []
+    for what, content in edited((trace / name).read_bytes(), 150):
+        put_in_trace(trace, tmp_path / "t", name, content)
+        try:
+            told.append(check_metrics(tmp_path / "t"))
+        except Exception as error:
+            raise AssertionError(what) from error
+    refused = [sentence for sentence in told if sentence]
+    assert len(refused) > len(told) / 3
+    assert all(name in sentence or "is missing" in sentence for sentence in refused)
+
+
+def test_nodes_of_traces(trace, tmp_path):
+    tensors = load_file(trace / NODES)
+    edits = {
+        "no tensor": lambda t: t.pop("p"),
+        "other type": lambda t: t.update(tokens=t["tokens"].double()),
+        "shorter": lambda t: t.update(logq=t["logq"][1:]),
+        "two axes": lambda t: t.update(logp=t["logp"][:, None]),
+        "a parent behind its child": lambda t: t["parents"].fill_(7),
+        "a negative parent": lambda t: t["parents"].fill_(-1),
+        "a negative token": lambda t: t["tokens"].fill_(-5),
+    }
+    for what, change in edits.items():
+        other = {key: tensor.clone() for key, tensor in tensors.items()}
+        change(other)
+        save_file(other, tmp_path / "nodes")
+        put_in_trace(trace, tmp_path / "t", NODES, (tmp_path / "nodes").read_bytes())
+        assert NODES in check_metrics(tmp_path / "t"), what
+    for value in (torch.nan, torch.inf, -torch.inf, 1e38):  # numbers of a drafter that says so are no damage
+        save_file(tensors | {"logq": torch.full_like(tensors["logq"], value)}, tmp_path / "nodes")
+        put_in_trace(trace, tmp_path / "t", NODES, (tmp_path / "nodes").read_bytes())
+        assert check_metrics(tmp_path / "t") == ""
+    content = (trace / NODES).read_bytes()
+    for bad in (b"", content[:50], content[:-4], b"\xff" * 100):
+        put_in_trace(trace, tmp_path / "t", NODES, bad)
+        assert NODES in check_metrics(tmp_path / "t")
+
+
+@pytest.mark.parametrize("name", [store.RESULT, store.TIMES])
+def test_points_of_sweeps(swept, tmp_path, name, capsys):
+    out, refused = tmp_path / "out", 0
+
+    def show() -> None:
+        results, timings, _ = collect(out)
+        print_tables(results, timings)
+
+    for number, file in enumerate(sorted(swept.glob(f"points/*/{name}"))):
+        drawn = 0
+        for what, content in edited(file.read_bytes(), 100, seed=number):
+            shutil.copytree(swept, out, ignore=shutil.ignore_patterns("trace"))
+            (out / file.relative_to(swept)).write_bytes(content)
+            said = refusal(show, what=f"{file}: {what}")
+            if said:
+                assert str(file.relative_to(swept)) in said
+                refused += 1
+            elif drawn < 2 and what.startswith("line"):
+                assert not refusal(lambda: write_report(out, *collect(out)[:2], "specdec sweep"), what=what)
+                drawn += 1
+            shutil.rmtree(out)
+    assert refused > 50
+
+
+def test_acceptance(tmp_path):
+    along = {"temperature": 0.0, "topk": 4, "steps": 3, "texts": ["00 1 - 2", "0 - -"]}
+    content = {"format": "specdec acceptance 1", "about": "x", "measured": [along, along | {"temperature": 1.0}]}
+
+    def use() -> None:
+        assert read_acceptance(tmp_path).tau([(0,), (0, 0)], 0.5) >= 1
+
+    check_file(tmp_path / FILE, content, use)
+
+
+def test_token_maps(tmp_path):
+    check_file(tmp_path / "map.json", [5, 6, 7, 8], lambda: read_token_map(tmp_path / "map.json", 9))
+    many = torch.zeros(4)
+    for number, wrong in enumerate(
+        [many, many.to_sparse(), many.cfloat(), many.long() - 1, {"a": 1}, "5", [[5]], None]
+    ):
+        torch.save(wrong, tmp_path / "map.pt")
+        assert "map.pt" in refusal(read_token_map, tmp_path / "map.pt", 9, what=str(number))
+
+
+def check_file(file: Path, content: object, use: Callable[[], object]) -> None:
+    """Edit a JSON file in 300 ways; `use` reads it."""
+    refused = 0
+    for what, changed in edited(json.dumps(content).encode(), 300):
+        file.write_bytes(changed)
+        if said := refusal(use, what=what):
+            assert str(file.parent) in said
+            refused += 1
+    assert refused > 100
+
+
+def refusal(use: Callable, *given: object, what: str = "") -> str:
+    """Call `use`; returns the one sentence that refuses, or nothing."""
+    try:
+        use(*given)
+    except ValueError as error:
+        said = str(error)
+    except Exception as error:
+        raise AssertionError(what) from error
+    else:
+        return ""
+    assert said
+    assert "\n" not in said
+    return said
+
+
+def test_logs_of_training(tmp_path):
+    rows = [{"split": split, "step": step, "tokens": 9, "loss": 2.5, "gradient_norm": 0.1, "accuracy": [0.5, 0.25]}
+            for step in range(3) for split in ("train", "heldout")]  # fmt: skip
+    file = tmp_path / "log.jsonl"
+    valid = "".join(json.dumps(row) + "\n" for row in [*rows, {"split": "decode", "step": 3, "tau": 1.5}]).encode()
+    for what, changed in edited(valid, 200):
+        file.write_bytes(changed)
+        said = refusal(RunLog(tmp_path).forget_after, 2, what=what)
+        assert not said or str(file) in said
+    file.write_bytes(valid)
+    RunLog(tmp_path).forget_after(2)
+    assert [row["step"] for row in read_log(file)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_manifests_of_caches(tmp_path):
+    """No shard is there, so that every manifest is refused."""
+    content = {"schema": SCHEMA, "keep": 4, "shards": [[0, 3], [3, 5]], "taps": [1], "target": "a (b)"}
+    for what, changed in edited(json.dumps(content).encode(), 200):
+        (tmp_path / MANIFEST).write_bytes(changed)
+        assert str(tmp_path) in refusal(FeatureCache, tmp_path, what=what)
+
+
+def test_commands_that_read_no_such_files_start_without_pydantic():
+    modules = "specdec.cli.generate, specdec.engine.trace_files, specdec.training.train"
+    subprocess.run([sys.executable, "-c", f"import sys, {modules}; sys.exit('pydantic' in sys.modules)"], check=True)
+
+
+def test_supersets(tmp_path):
+    target = tiny_target()
+    how = {"topks": (2, 3), "steps": 2, "max_new_tokens": 8, "sampling": Sampling(1.0)}
+    record(target, tiny_drafter(target), [[1, 2, 3], [4, 5]], **how).save(tmp_path / "it")
+    header = tmp_path / "it" / "superset.json"
+
+    def use() -> None:
+        found = Superset.load(tmp_path / "it")
+        refusal(found.replay, DynamicTree(3, 2, 5))  # with other steps or topks it is another recording
+
+    check_file(header, json.loads(header.read_text()), use)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specdec.cli.files import partial_path, put_in_place, write_text
 from specdec.cli.lock import only_writer
+from specdec.registry import read_yaml
 
 
 def record_of(out: Path) -> Path:
@@ -15,13 +16,15 @@ def record_of(out: Path) -> Path:
     return out.with_name(f"{out.stem}.run.json")
 
 
-def begun_on(out: Path) -> str:
-    """Return the day (YYYY-MM-DD) on which the run that writes `out` was begun; today if none was."""
-    try:
-        day = json.loads(record_of(out).read_text(encoding="utf-8")).get("day")
-        return date.fromisoformat(day).isoformat()
-    except (OSError, ValueError, TypeError, AttributeError):  # `Shards` says what is wrong with the file
-        return date.today().isoformat()
+def begun_on(record: Path, today: bool = False) -> str | None:
+    """Return the day (YYYY-MM-DD) in the settings of a run. Without one: None, or today's date if `today`.
+
+    Raises ValueError for a damaged file."""
+    settings = read_yaml(record, "settings") if record.is_file() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{record} is damaged: it holds no settings")
+    begun = settings.get("day") or (settings.get("data") or {}).get("day")
+    return begun or (date.today().isoformat() if today else None)
 
 
 class Shards:

@@ -1,6 +1,6 @@
 """Why a request is not served: one sentence, in the form of OpenAI's errors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel
@@ -21,8 +21,16 @@ class Refusal(ValueError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class Unsupported(ValueError):
-    """A part of a field that is not known, or not implemented. The message follows the name of the field."""
+class Fault(ValueError):
+    """A mistake within a field. The message follows the field's name and `path`, the place within the field."""
+
+    def __init__(self, message: str, *path: str | int):
+        super().__init__(message)
+        self.path = path
+
+
+class Unsupported(Fault):
+    """A part of a field that is not known, or not implemented. The message follows the field's name."""
 
 
 def refusal_of(kind: type[BaseModel], given: Mapping[str, Any], error: Mapping[str, Any]) -> Refusal:
@@ -30,15 +38,23 @@ def refusal_of(kind: type[BaseModel], given: Mapping[str, Any], error: Mapping[s
     reason = error.get("ctx", {}).get("error")
     if isinstance(reason, Refusal):
         return reason
-    field, *parts = error["loc"]
-    where = field + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
+    field, where = error["loc"][0], _named(error["loc"])
+    if isinstance(reason, Unsupported):
+        message, where = f"{where} {reason}", _named((*error["loc"], *reason.path))
+        return Refusal(message, where, code="unsupported_parameter")
     if reason is not None:
+        where = _named((*error["loc"], *getattr(reason, "path", ())))
         message = f"{where} {reason}"
     elif error["type"] in ("missing", "too_short"):
         message = f"{where} is missing" if error["type"] == "missing" else f"{where} is empty; give at least one"
     elif words := kind.model_fields[field].description:
-        message = f"{field} must be {words}, got {shown(given[field])}"
+        message, where = f"{field} must be {words}, got {shown(given[field])}", field
     else:
         wanted = error["msg"].removeprefix("Input should be ").partition(" or instance of")[0]
         message = f"{where} must be {wanted}, got {shown(error['input'])}"
-    return Refusal(message, field, code="unsupported_parameter" if isinstance(reason, Unsupported) else None)
+    return Refusal(message, where)
+
+
+def _named(place: Sequence[str | int]) -> str:
+    """Return the name of a place in a body, such as `messages[2].content[0].type`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")

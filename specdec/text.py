@@ -2,10 +2,7 @@
 
 import json
 import re
-import signal
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from io import StringIO
 from numbers import Integral
@@ -16,6 +13,7 @@ from jinja2 import TemplateError
 
 from specdec.cli.reading import check_length, lines_of, open_text, parse_json
 from specdec.model.target import Target
+from specdec.threads import Call, Made
 from specdec.vocabulary import vocabulary_of
 
 # Who speaks, in OpenAI's messages and in ShareGPT's conversations -> OpenAI's word for it.
@@ -56,20 +54,21 @@ def render_chat(
     if day is not None:
         variables |= {"chat_template": dated(tokenizer.get_chat_template(tools=tools), day)}
     how = {"tools": tools, "add_generation_prompt": answer, "tokenize": False} | variables
-    with template_faults():
-        return tokenizer.apply_chat_template(messages, **how)
+    return run_template(tokenizer.apply_chat_template, messages, **how)
 
 
-@contextmanager
-def template_faults() -> Iterator[None]:
-    """Raise ValueError, one sentence, for what a chat template raises besides jinja2's TemplateError, and for one that
-    takes more than `TEMPLATE_SECONDS`, which only the main thread can stop."""
-    timed = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    before = signal.signal(signal.SIGALRM, _too_slow) if timed else None
-    if timed:
-        signal.setitimer(signal.ITIMER_REAL, TEMPLATE_SECONDS)
+def run_template(render: Callable[..., Made], *given, **how) -> Made:
+    """Return `render(...)`, which runs a chat template. Any thread may call this.
+
+    Raises ValueError, one sentence, for what a template raises besides jinja2's TemplateError, and for one that takes
+    more than `TEMPLATE_SECONDS`."""
+    call = Call(render, *given, **how)
+    call.join(TEMPLATE_SECONDS)
+    if call.is_alive():
+        call.stop()
+        raise ValueError(f"the target's chat template takes more than {TEMPLATE_SECONDS} s for one conversation")
     try:
-        yield
+        return call.future.result()
     except (TemplateError, ValueError):
         raise
     except RecursionError:
@@ -77,14 +76,6 @@ def template_faults() -> Iterator[None]:
     except Exception as error:  # the template is a program of somebody else's
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"the target's chat template fails on this conversation: {reason:.200}") from None
-    finally:
-        if timed:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-
-def _too_slow(*_) -> None:
-    raise ValueError(f"the target's chat template takes more than {TEMPLATE_SECONDS} s for one conversation")
 
 
 def writes_date(tokenizer) -> bool:
@@ -201,10 +192,10 @@ class TextStream:
         new, self.given = final[self.given :], max(self.given, len(final))
         if final == text:
             # A tokenizer may strip the first space of what it decodes, so the text before must stay visible.
-            if self.tokenizer.decode(self.ids[self.chunk : end], skip_special_tokens=True):
+            chunk = self.tokenizer.decode(self.ids[self.chunk : end], skip_special_tokens=True)
+            if chunk:
                 self.start = self.chunk
-            self.chunk = max(self.chunk, end)
-            self.given = len(self._decode(end))
+            self.chunk, self.given = max(self.chunk, end), len(chunk or text)
         return self._until_stop(new)
 
     def end(self) -> str:

@@ -4,10 +4,16 @@ An OpenMP worker spins at the end of each operator until its partners have finis
 paused takes milliseconds, and the worker burns them. A short spin bridges the gaps inside a round and wastes little.
 """
 
+import ctypes
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
 
+Made = TypeVar("Made")
 SPIN = {"GOMP_SPINCOUNT": "8000", "KMP_BLOCKTIME": "1"}  # libgomp: 0.1 to 0.5 ms; libiomp: 1 ms, its unit
 STAT = "/proc/stat"
 EVERY = 0.2  # seconds between two looks at the load
@@ -26,6 +32,30 @@ def full_threads() -> int:
     import torch
 
     return Threads.usual or torch.get_num_threads()
+
+
+class Call(threading.Thread, Generic[Made]):
+    """A function call in a daemon thread of its own, which has begun. The program may exit while it runs."""
+
+    def __init__(self, function: Callable[..., Made], *args, **how) -> None:
+        super().__init__(daemon=True)
+        self.future = Future[Made]()
+        self.future.set_running_or_notify_cancel()  # nobody can take it back
+        self.call = lambda: function(*args, **how)
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.future.set_result(self.call())
+        except BaseException as error:
+            self.future.set_exception(error)
+
+    def stop(self) -> None:
+        """End the call by an exception in its thread. Python code ends at once, a call of C code first returns."""
+        for _ in range(20):  # whoever catches the exception gets the next one
+            if self.is_alive():
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
+                self.join(0.05)
 
 
 class Threads:

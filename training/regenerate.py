@@ -35,7 +35,7 @@ from specdec.structs import Sampling
 from specdec.text import read_prompts, writes_date
 from specdec.training.data import Conversation, Message, Record, Tally, preset, read_messages, read_records
 from specdec.training.data.dialogues import Answer, Dialogues, Prompt, cut_off, encode
-from specdec.training.data.shards import Shards, begun_on
+from specdec.training.data.shards import Shards, begun_on, record_of
 
 CUT = "answers cut off by --max-new-tokens: their end is not learnt"
 
@@ -200,8 +200,7 @@ def _write(
         for rows in answers(shards.done, shards.last):
             shards.write(rows)
             bar.update(len(rows))
-            for _ in range(sum(map(cut_off, rows))):
-                tally.count(CUT)
+            tally.count(CUT, sum(map(cut_off, rows)))
         tally.report()
         return [shards.path(shard) for shard in range(shards.first, shards.end)]
 
@@ -270,7 +269,8 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
     4 jobs, which take the files in turn; without --shard-size there is a file for each."""
     server = Remote(args.server, args.model) if args.server is not None else None
     target = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
-    tally, day = Tally(args.bad), begun_on(args.out) if writes_date(target.tokenizer) else None
+    tally, record = Tally(args.bad), record_of(args.out)
+    day = begun_on(record, today=True) if writes_date(target.tokenizer) else None
     found = prompts_of(target, records_of(args.prompts, args.split), tally, args.turns, day)
     prompts = list(itertools.islice(found, args.limit))
     tally.report()

@@ -30,8 +30,8 @@ from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
 from specdec.model.target import Target
-from specdec.registry import read_yaml
 from specdec.training.data import Batches, Sample, count_tokens, hold_out, load_samples
+from specdec.training.data.shards import begun_on
 from specdec.training.features.feature_cache import FeatureCache
 from specdec.training.features.online import online_features
 from specdec.training.features.signature import data_signature
@@ -127,12 +127,6 @@ def check_folder(out: Path, resume: bool) -> None:
     if checkpoints(out) and not resume:
         raise ValueError(f"{out} holds a run already: give resume=true or auto to go on with it, or another out=")
     output_folder(out)
-
-
-def begun_on(out: Path) -> str | None:
-    """Return data.day of the run in `out`; None if it has none."""
-    before = read_yaml(out / "config.yaml", "settings") if (out / "config.yaml").is_file() else {}
-    return (before.get("data") or {}).get("day")
 
 
 def record(config: DictConfig, out: Path, resume: bool) -> None:
@@ -239,7 +233,7 @@ def run(config: DictConfig) -> None:
     resume = goes_on(config.resume, out)
     check_folder(out, resume)
     if resume and config.data.day is None:
-        config.data.day = begun_on(out)
+        config.data.day = begun_on(out / "config.yaml")
     different = check_same_run(config, out) if resume else []
     processes = join_processes(config.device, config.tp_plan)
     if config.tp_plan is not None:

@@ -91,10 +91,14 @@ def read_model(model: type[Model], value: object, where: str) -> Model:
     raise ValueError(f"{where}: {mistake(first)}") from None
 
 
+def place_in_words(place: Sequence[str | int]) -> str:
+    """Return the name of a place in JSON, such as `messages[2].content[0].type`."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).removeprefix(".")
+
+
 def mistake(error: Mapping[str, Any]) -> str:
     """One mistake that pydantic found, in words: the field, what is expected, and what is there."""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
-    where = "".join(parts).removeprefix(".")
+    where = place_in_words(error["loc"])
     reason = error.get("ctx", {}).get("error")
     if reason is not None:
         return f"{where} {reason}".strip()

@@ -4,7 +4,10 @@ llguidance is an extra, and is imported where a grammar is made.
 """
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +38,16 @@ OTHERS = {
     "maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum",
     "multipleOf", "pattern", "required", "type", "uniqueItems", "maxContains", "minContains",
 }  # fmt: skip
+COMPILE_SECONDS, COMPILE_BYTES = 4, 1 << 30
+COMPILE = f"""
+import signal, sys
+signal.alarm({COMPILE_SECONDS})
+if sys.platform == "linux":
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, ({COMPILE_BYTES}, {COMPILE_BYTES}))
+from llguidance import LLMatcher, LLTokenizer
+LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
+"""
 _MADE: "WeakKeyDictionary[Target, Grammars]" = WeakKeyDictionary()
 KNOWN = ANNOTATIONS | ONE | LISTS | NAMED | OTHERS  # of these llguidance refuses itself what it does not do
 
@@ -95,11 +108,14 @@ class Grammars:
 
         try:
             grammar = make(*given)
+            _check_cost(grammar)
             made = LLMatcher(self.tokenizer, grammar, log_level=0)
-        except Exception as error:  # the library's own kinds, and Rust's panics
+        except Exception as error:  # the library's own kinds
             raise ValueError(f"the {what} is not taken: {_first_line(error)}") from None
+        made.compute_bitmask()  # some grammars exceed the library's limits at the first token
         if made.is_error():
-            raise ValueError(f"the {what} is not taken: {_first_line(made.get_error())}")
+            reason = made.get_error().replace("NoExtensionBias", "no text is complete by it")
+            raise ValueError(f"the {what} is not taken: {_first_line(reason)}")
         return TextGrammar(made, self.ends)
 
 
@@ -150,6 +166,15 @@ def _keywords(schema: Any) -> Iterator[str]:
                 waiting += value
             elif keyword in NAMED and isinstance(value, Mapping):
                 waiting += value.values()
+
+
+@lru_cache(maxsize=64)
+def _check_cost(grammar: str) -> None:
+    """Raise ValueError for a grammar that llguidance cannot compile within `COMPILE_SECONDS` and `COMPILE_BYTES`, or
+    that makes it crash. Its own limits do not cover all constructs, so a process that can be killed compiles first."""
+    done = subprocess.run([sys.executable, "-P", "-c", COMPILE], input=grammar.encode(), capture_output=True)
+    if done.returncode:
+        raise ValueError(f"it does not compile within {COMPILE_SECONDS} s and {COMPILE_BYTES >> 20} MiB")
 
 
 def _within_limit(text: str, what: str) -> str:

@@ -8,7 +8,6 @@ import secrets
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 
 from fastapi import Depends, FastAPI, Request
@@ -16,14 +15,14 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from specdec import __version__
-from specdec.serve.exchange import Exchange, read_body
+from specdec.serve.exchange import Exchange, Workers, read_body, unless_stopped
 from specdec.serve.jobs import Delta
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler, hand_out
 from specdec.serve.service import Service
 
-TOKENIZERS = 4  # threads: a long prompt does not hold up the others
+TOKENIZERS, GRAMMARS = 4, 2  # threads: a long prompt, or a schema that takes long, does not hold up the others
 FOREIGN = "a request from the {} {!r} is refused; {} allows it"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -35,19 +34,17 @@ def make_app(
 
     api_key: the bearer token that all paths but /health, /version and /metrics need; None: none. hosts: names in the
     `Host` header that are answered; '*' is any. origins: web pages that may call it; '*' is any."""
-    tokenizing = ThreadPoolExecutor(TOKENIZERS, "tokenizer")
 
     @asynccontextmanager
     async def life(_):
         async with running(service.scheduler):
             yield
-        tokenizing.shutdown(wait=False, cancel_futures=True)
 
     app = FastAPI(title="specdec", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app, service)
     _add_callers(app, hosts, origins)
     _add_state(app, service)
-    _add_answers(app, service, tokenizing, api_key)
+    _add_answers(app, service, api_key)
     return app
 
 
@@ -145,7 +142,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return Response(service.scheduler.metrics.text(), media_type=PROMETHEUS)
 
 
-def _add_answers(app: FastAPI, service: Service, tokenizing: ThreadPoolExecutor, api_key: str | None) -> None:
+def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
     """Paths of the model."""
 
     async def check_key(request: Request) -> None:
@@ -154,14 +151,15 @@ def _add_answers(app: FastAPI, service: Service, tokenizing: ThreadPoolExecutor,
         if api_key and not (scheme.lower() == "bearer" and hmac.compare_digest(sent, api_key.encode())):
             raise Refusal("the API key is missing or wrong", status=401, code="invalid_api_key")
 
+    tokenizing, grammars = Workers(TOKENIZERS), Workers(GRAMMARS)
     guards = {"dependencies": [Depends(check_key)]}
 
     async def body_of(request: Request):
-        return await read_body(request.receive, service.limits.body_bytes)
+        return await unless_stopped(service.scheduler, read_body(request.receive, service.limits.body_bytes))
 
     async def answer(request: Request, kind: type[Ask]):
         exchange = Exchange(service, kind, await body_of(request))
-        await exchange.begin(request.receive, tokenizing)
+        await unless_stopped(service.scheduler, exchange.begin(request.receive, tokenizing, grammars))
         if exchange.ask.stream:
             return StreamingResponse(exchange.events(), media_type="text/event-stream")
         return JSONResponse(await exchange.whole())
@@ -170,7 +168,7 @@ def _add_answers(app: FastAPI, service: Service, tokenizing: ThreadPoolExecutor,
         body = await body_of(request)
         if not isinstance(body, dict):
             raise Refusal("the body must be a JSON object")
-        return await asyncio.get_running_loop().run_in_executor(tokenizing, function, body)
+        return await unless_stopped(service.scheduler, tokenizing.run(function, body))
 
     @app.get("/v1/models", **guards)
     async def models():

@@ -3,18 +3,19 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Executor
 from typing import Any
 
 from specdec.cli.reading import parse_json
-from specdec.serve.jobs import Closed, Delta, Full
+from specdec.serve.jobs import Delta
 from specdec.serve.protocol import Ask, StreamOptions, read
 from specdec.serve.refusal import Refusal
-from specdec.serve.replies import Choice
+from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Service
+from specdec.threads import Call, Made
 
 Receive = Callable[[], Awaitable[dict]]  # of ASGI
 GAVE_UP = "the grammar of this request has become too complex for the library that reads it"
+POLL = 0.2  # seconds
 DONE = "data: [DONE]\n\n"
 
 
@@ -40,27 +41,47 @@ async def read_body(receive: Receive, most: int) -> Any:
         raise Refusal(str(error)) from None
 
 
+async def unless_stopped(scheduler: Scheduler, awaited: Awaitable[Made]) -> Made:
+    """Return what is awaited. `Refusal` as soon as the server stops."""
+    task = asyncio.ensure_future(awaited)
+    while not (await asyncio.wait([task], timeout=POLL))[0]:
+        if not scheduler.serves():
+            task.cancel()
+            raise Refusal("the server stops", status=503)
+    return task.result()
+
+
+class Workers:
+    """Calls in threads of their own, at most `most` at a time. The event loop goes on meanwhile."""
+
+    def __init__(self, most: int):
+        self.free = asyncio.Semaphore(most)
+
+    async def run(self, function: Callable[..., Made], *args) -> Made:
+        async with self.free:
+            return await asyncio.wrap_future(Call(function, *args).future)
+
+
 class Exchange:
     """The jobs of a request while they are decoded. All of it happens on the event loop but `Service.prepare`."""
 
     def __init__(self, service: Service, kind: type[Ask], body: Any):
         """`Refusal` for a body that is no such request."""
         self.service, self.ask = service, read(kind, body)
-        self.inbox: asyncio.Queue[tuple[Choice, Delta]] = asyncio.Queue()
+        self.inbox: asyncio.Queue[Delta] = asyncio.Queue()
 
-    async def begin(self, receive: Receive, tokenizing: Executor) -> None:
+    async def begin(self, receive: Receive, tokenizing: Workers, grammars: Workers) -> None:
         """Let the jobs wait for rows. If `receive` says that the client went away, nobody wants them any more."""
-        prepare = self.service.prepare, self.ask, lambda choice, delta: self.inbox.put_nowait((choice, delta))
-        self.reply = await asyncio.get_running_loop().run_in_executor(tokenizing, *prepare)
-        self.jobs = [choice.job for choice in self.reply.choices]
+        formed = self.ask.response_format or self.ask.structured_outputs
+        grammar = await grammars.run(self.service.grammar_of, self.ask) if formed else None
+        self.reply = await tokenizing.run(self.service.prepare, self.ask, grammar, self.inbox.put_nowait)
+        self.choices = {choice.job: choice for choice in self.reply.choices}
         try:
-            self.service.scheduler.submit(self.jobs)
-        except Full as error:
-            raise Refusal(str(error), status=429, code="queue_full") from None
-        except Closed as error:
-            raise Refusal(str(error), status=503) from None
+            self.service.scheduler.submit([*self.choices])
+        except Refusal:
+            raise
         except ValueError as error:
-            raise Refusal(str(error), "prompt") from None
+            raise Refusal(str(error), self.ask.main) from None
         self.watch = asyncio.create_task(self._watch(receive))  # held here, as the event loop does not hold it
 
     async def _watch(self, receive: Receive) -> None:
@@ -69,7 +90,7 @@ class Exchange:
         self._cancel()
 
     def _cancel(self) -> None:
-        self.service.scheduler.cancel(self.jobs)
+        self.service.scheduler.cancel([*self.choices])
 
     async def whole(self) -> dict:
         """The answer, when all of it is there. `Refusal` if it cannot be had."""
@@ -99,13 +120,16 @@ class Exchange:
 
     async def _pieces(self):
         """(choice, piece) as they come, until all choices have ended."""
-        left = len(self.jobs)
+        left = len(self.choices)
         while left:
-            choice, delta = await self.inbox.get()
+            delta = await self.inbox.get()
+            choice = self.choices[delta.job]
             if delta.finish == "abort":
                 raise gone()
+            if delta.finish == "error" and delta.error:
+                raise Refusal(delta.error, status=delta.status)
             if delta.finish == "error":
-                raise Refusal(delta.error or GAVE_UP, status=delta.status)
+                raise Refusal(GAVE_UP, "response_format" if self.ask.response_format else "structured_outputs")
             left -= delta.finish is not None
             for part in choice.portions(delta, self.service.stream_interval if self.ask.stream else None):
                 yield choice, choice.take(part)

@@ -13,14 +13,6 @@ HOW = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs", "grammar
 REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI calls it, where that differs
 
 
-class Full(Exception):
-    """The queue takes no more for now."""
-
-
-class Closed(Exception):
-    """The scheduler takes nothing any more."""
-
-
 @dataclass
 class Delta:
     """What a step did to a job. The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context',
@@ -35,6 +27,7 @@ class Delta:
     status: int = 500
     drafted: int = 0  # nodes of the step's tree, the root aside
     accepted: int = 0  # how many of the tokens were drafted
+    text: str = ""  # of the tokens: `Choice.take` adds it
 
 
 @dataclass(eq=False)
@@ -55,6 +48,7 @@ class Job:
     steps: int | None = None  # levels of draft trees that count for it
     # The scheduler's own
     sequence: Sequence | None = None  # once it has a row
+    request: object = None  # the same for all jobs that were submitted together
     unwanted: bool = False
     arrived: float = 0.0
     heard: float = 0.0  # when it was told of tokens last

@@ -12,9 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from specdec.cli.limits import MOST
 from specdec.engine.sequence import MOST_LIKELY
 from specdec.schema import SHOWN, shown
-from specdec.serve.refusal import Refusal, Unsupported, refusal_of
+from specdec.serve.refusal import Fault, Refusal, Unsupported, refusal_of
 from specdec.structs import FILTERS, Sampling
-from specdec.text import check_stops, clean
+from specdec.text import clean
 
 MOST_STOPS = 16
 # Not built, and the values that say so: a request may hold them.
@@ -64,7 +64,7 @@ class Part(Strict):
         known = [field.alias or name for name, field in cls.model_fields.items()]
         for name in given if isinstance(given, dict) else ():
             if name not in known:
-                raise Unsupported(f"has no {shown(name)}; it has {', '.join(known)}")
+                raise Unsupported(f"has no {shown(name)}; it has {', '.join(known)}", clean(name)[:SHOWN])
         return given
 
 
@@ -134,17 +134,25 @@ class Message(Strict):
     def _check_names(cls, given: Any) -> Any:
         names = {name for name, value in given.items() if value not in (None, [])} if isinstance(given, dict) else set()
         if others := names - {"role", "content", "name"}:
-            raise Unsupported(f"has {shown(min(others))}, which is not built")
+            name = min(others)
+            raise Unsupported(f"has {shown(name)}, which is not built", clean(name)[:SHOWN])
         return given
 
     @field_validator("content", mode="before")
     @classmethod
     def _join(cls, content: Any) -> str:
         """A content of parts as one text."""
-        parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-        for part in parts:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise ValueError("must be a text, or a list of parts of type 'text'")
+        wanted = "a content is a text, or a list of parts of type 'text'"
+        if not isinstance(content, str | list):
+            raise Fault(f"must be a text, or a list of parts of type 'text', got {shown(content)}")
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        for i, part in enumerate(parts):
+            if not isinstance(part, dict):
+                raise Fault(f"must be an object, got {shown(part)}: {wanted}", i)
+            if part.get("type") != "text":
+                raise Fault(f"must be 'text', got {shown(part.get('type'))}: {wanted}", i, "type")
+            if not isinstance(part.get("text"), str):
+                raise Fault(f"must be a text, got {shown(part.get('text'))}", i, "text")
         return "".join(part["text"] for part in parts)
 
 
@@ -171,22 +179,23 @@ class Ask(Strict):
     return_token_ids: bool = False  # vLLM's: the ids of the emitted tokens, in addition to their text
     speculative: Wish | None = None
     main: ClassVar[str]  # the field that a request must have
-    length: ClassVar[str] = "max_tokens"  # the field to blame for a text that is too long
+    lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)  # how long a text may be, by the first of these that is given
+    default: ClassVar[int | None] = None  # or by none of them; None: what is left of the room
 
     @field_validator("stop", mode="before")
     @classmethod
     def _as_list(cls, stop: Any) -> Any:
+        if stop == "":
+            raise Fault("needs at least one character")
         return [stop] if isinstance(stop, str) else stop
 
     @field_validator("stop")
     @classmethod
     def _check_stops(cls, stops: list[str]) -> list[str]:
         if len(stops) > MOST_STOPS:
-            raise ValueError(f"may hold {MOST_STOPS} strings at most, got {len(stops)}")
-        try:
-            check_stops(stops)
-        except ValueError as error:
-            raise Refusal(str(error), "stop") from None
+            raise Fault(f"may hold {MOST_STOPS} strings at most, got {len(stops)}")
+        if "" in stops:
+            raise Fault("needs at least one character", stops.index(""))
         return stops
 
     @model_validator(mode="after")
@@ -209,17 +218,14 @@ class Ask(Strict):
         """How many of the most likely tokens are reported at each place; None: no log-probabilities at all."""
         raise NotImplementedError
 
-    def asked(self, left: int) -> int:
-        """The length that the request asks for. left: tokens of the room after its prompt."""
-        raise NotImplementedError
-
     def limit(self, prompt: int, room: int) -> int:
         """How many tokens may follow a prompt of `prompt` tokens. `Refusal` if both do not fit into the room."""
-        asked = self.asked(room - prompt)
+        field = next((name for name in self.lengths if getattr(self, name) is not None), None)
+        asked = getattr(self, field) if field else self.default or max(room - prompt, 1)
         if prompt + asked > room:
             raise Refusal(
                 f"the prompt has {prompt} tokens and {asked} are asked for, but a text may have {room} here",
-                self.length if prompt < room else None,
+                field if field and prompt < room else self.main,
                 code="context_length_exceeded",
             )
         return asked
@@ -228,7 +234,7 @@ class Ask(Strict):
 class CompletionAsk(Ask):
     prompt: list[Text | Ids] = Field(min_length=1, description="a text, a list of token ids, or a list of either")
     logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
-    main = "prompt"
+    main, default = "prompt", 16
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -247,16 +253,13 @@ class CompletionAsk(Ask):
     def likely(self) -> int | None:
         return self.logprobs
 
-    def asked(self, left: int) -> int:
-        return self.max_tokens or 16
-
 
 class ChatAsk(Ask):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
-    main, length = "messages", "max_completion_tokens"
+    main, lengths = "messages", ("max_completion_tokens", "max_tokens")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -267,9 +270,6 @@ class ChatAsk(Ask):
     @property
     def likely(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
-
-    def asked(self, left: int) -> int:
-        return self.max_completion_tokens or self.max_tokens or max(left, 1)
 
 
 Kind = TypeVar("Kind", bound=Ask)
@@ -292,5 +292,5 @@ def read(kind: type[Kind], body: Any) -> Kind:
         return kind.model_validate(given)
     except ValidationError as found:
         order = [*given, kind.main]  # the first mistake of the body; what is missing comes last
-        refusals = [refusal_of(kind, given, error) for error in found.errors(include_url=False)]
-        raise min(refusals, key=lambda one: order.index(one.param)) from None
+        errors = found.errors(include_url=False)
+        raise refusal_of(kind, given, min(errors, key=lambda one: order.index((*one["loc"], kind.main)[0]))) from None

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from specdec.cli.reading import mistake
+from specdec.cli.reading import mistake, place_in_words
 from specdec.schema import shown
 
 
@@ -22,8 +22,16 @@ class Refusal(ValueError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-class Unsupported(ValueError):
-    """A part of a field that is not known, or not implemented. The message follows the name of the field."""
+class Fault(ValueError):
+    """A mistake within a field. The message follows the field's name and `path`, the place within the field."""
+
+    def __init__(self, message: str, *path: str | int):
+        super().__init__(message)
+        self.path = path
+
+
+class Unsupported(Fault):
+    """A part of a field that is not known, or not implemented. The message follows the field's name."""
 
 
 def refusal_of(kind: type[BaseModel], given: Mapping[str, Any], error: Mapping[str, Any]) -> Refusal:
@@ -32,8 +40,9 @@ def refusal_of(kind: type[BaseModel], given: Mapping[str, Any], error: Mapping[s
     if isinstance(reason, Refusal):
         return reason
     field, words = error["loc"][0], kind.model_fields[error["loc"][0]].description
-    if words and reason is None and error["type"] not in ("missing", "too_short"):
-        message = f"{field} must be {words}, got {shown(given[field])}"
-    else:
-        message = mistake(error)
-    return Refusal(message, field, code="unsupported_parameter" if isinstance(reason, Unsupported) else None)
+    where = place_in_words((*error["loc"], *getattr(reason, "path", ())))
+    if isinstance(reason, Unsupported):
+        return Refusal(mistake(error), where, code="unsupported_parameter")
+    if reason is not None or not words or error["type"] in ("missing", "too_short"):
+        return Refusal(mistake(error), where)
+    return Refusal(f"{field} must be {words}, got {shown(given[field])}", field)

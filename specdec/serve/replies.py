@@ -10,26 +10,14 @@ from specdec.text import TextStream
 from specdec.vocabulary import vocabulary_of
 
 
-@dataclass
-class Piece:
-    """What a step adds to a choice."""
-
-    text: str
-    tokens: list[int]
-    logprobs: list[float] | None
-    likely: list[list[tuple[int, float]]]  # as `Sequence.likely`
-    finish: str | None  # as OpenAI calls it
-
-
 class Choice:
     """One of the texts of a response, while it grows. Its tokens end with the one that completes a stop string; its
     text ends before the string. What may be the beginning of one, or is no whole character yet, is held back."""
 
-    def __init__(self, index: int, tokenizer, stops: list[str]):
-        self.index, self.tokenizer, self.stops = index, tokenizer, stops
+    def __init__(self, index: int, job: Job, tokenizer, stops: list[str]):
+        self.index, self.job, self.tokenizer = index, job, tokenizer
         self.stream = TextStream(tokenizer, stops)
-        self.job: Job | None = None
-        self.pieces: list[Piece] = []
+        self.pieces: list[Delta] = []  # what steps added, or of a stream its events
         self.count = 0  # tokens so far
         self.vocabulary = vocabulary_of(tokenizer)
         self.decoder = getincrementaldecoder("utf-8")("replace")  # of the tokens so far, without special ones
@@ -48,7 +36,7 @@ class Choice:
             yield delta
             return
         if self.waiting is not None:
-            delta, self.waiting = _joined(self.waiting, delta), None
+            delta, self.waiting = _joined([self.waiting, delta]), None
         while len(delta.tokens) > interval or (len(delta.tokens) == interval and delta.finish is None):
             yield _part(delta, slice(interval), None)
             delta = _part(delta, slice(interval, None), delta.finish)
@@ -57,23 +45,18 @@ class Choice:
         elif delta.tokens:
             self.waiting = delta
 
-    def take(self, delta: Delta) -> Piece:
+    def take(self, delta: Delta) -> Delta:
+        """Return a delta with its text, and its `finish` as OpenAI calls it."""
         text = self.stream.feed(delta.tokens) if delta.tokens else ""
         if delta.finish is not None:
             text += self.stream.end()
         self.count += len(delta.tokens)
-        finish = delta.finish and REASONS.get(delta.finish, delta.finish)
-        piece = Piece(text, delta.tokens, delta.logprobs, delta.likely, finish)
-        self.pieces.append(piece)
-        return piece
+        self.pieces.append(replace(delta, text=text, finish=delta.finish and REASONS.get(delta.finish, delta.finish)))
+        return self.pieces[-1]
 
-    def whole(self) -> Piece:
+    def whole(self) -> Delta:
         """All of it, when it has ended."""
-        tokens = [token for piece in self.pieces for token in piece.tokens]
-        logprobs = [x for piece in self.pieces for x in piece.logprobs or ()]
-        likely = [x for piece in self.pieces for x in piece.likely]
-        kept = logprobs if self.job.logprobs else None
-        return Piece("".join(piece.text for piece in self.pieces), tokens, kept, likely, self.pieces[-1].finish)
+        return _joined(self.pieces)
 
     def offset_of(self, token: int) -> int:
         """Return the number of characters of the text before the next token, which is this one."""
@@ -93,9 +76,11 @@ def _part(delta: Delta, part: slice, finish: str | None) -> Delta:
     return replace(delta, tokens=delta.tokens[part], logprobs=logprobs, likely=delta.likely[part], finish=finish)
 
 
-def _joined(first: Delta, then: Delta) -> Delta:
-    logprobs = None if then.logprobs is None else (first.logprobs or []) + then.logprobs
-    return replace(then, tokens=first.tokens + then.tokens, logprobs=logprobs, likely=first.likely + then.likely)
+def _joined(parts: list[Delta]) -> Delta:
+    last = parts[-1]
+    logprobs = None if last.logprobs is None else [x for part in parts for x in part.logprobs or ()]
+    tokens, likely = ([x for part in parts for x in getattr(part, name)] for name in ("tokens", "likely"))
+    return replace(last, text="".join(part.text for part in parts), tokens=tokens, logprobs=logprobs, likely=likely)
 
 
 def speculation(choice: Choice, most: int, detailed: bool) -> dict:
@@ -155,8 +140,7 @@ class Reply:
 
     def whole(self) -> dict:
         """The answer that is not streamed."""
-        wholes = [(choice, choice.whole()) for choice in self.choices]
-        choices = [self.whole_choice(choice, piece) | self._ids(piece) for choice, piece in wholes]
+        choices = [self._of_choice(choice, choice.whole(), True) for choice in self.choices]
         return self._json(self.object, choices) | {"usage": self.usage()} | self.metrics()
 
     def metrics(self) -> dict:
@@ -166,13 +150,14 @@ class Reply:
         told = speculation(self.choices[0], self.drafts, self.acceptance == "detailed")
         return {"metrics": {"speculative_decoding": told}}
 
-    def chunk(self, choice: Choice, piece: Piece, usage: bool = False) -> dict:
+    def chunk(self, choice: Choice, piece: Delta, usage: bool = False) -> dict:
         """A chunk of a stream. usage: tell what was used so far."""
-        json = self._json(self.chunk_object, [self.part_of_choice(choice, piece) | self._ids(piece)])
+        json = self._json(self.chunk_object, [self._of_choice(choice, piece)])
         return json | ({"usage": self.usage()} if usage else {})
 
-    def _ids(self, piece: Piece) -> dict:
-        return {"token_ids": piece.tokens} if self.token_ids else {}
+    def _of_choice(self, choice: Choice, piece: Delta, whole: bool = False) -> dict:
+        ids = {"token_ids": piece.tokens} if self.token_ids else {}
+        return {"index": choice.index} | self.fields(choice, piece, whole) | {"finish_reason": piece.finish} | ids
 
     def last_chunk(self) -> dict:
         """The chunk that tells the usage: it has no choices."""
@@ -181,27 +166,16 @@ class Reply:
     def _json(self, kind: str, choices: list[dict]) -> dict:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def part_of_choice(self, choice: Choice, piece: Piece) -> dict:
-        raise NotImplementedError
-
-    def whole_choice(self, choice: Choice, piece: Piece) -> dict:
+    def fields(self, choice: Choice, piece: Delta, whole: bool) -> dict:
+        """What is particular to the kind of a response: text and log-probabilities. whole: `piece` is all of it."""
         raise NotImplementedError
 
 
 class ChatReply(Reply):
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
-    def part_of_choice(self, choice: Choice, piece: Piece) -> dict:
-        first = len(choice.pieces) == 1
-        delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
-        return {"index": choice.index, "delta": delta} | self._end(choice, piece)
-
-    def whole_choice(self, choice: Choice, piece: Piece) -> dict:
-        message = {"role": "assistant", "content": piece.text}
-        return {"index": choice.index, "message": message} | self._end(choice, piece)
-
-    @staticmethod
-    def _end(choice: Choice, piece: Piece) -> dict:
+    def fields(self, choice: Choice, piece: Delta, whole: bool) -> dict:
+        role = {"role": "assistant"} if whole or len(choice.pieces) == 1 else {}
         logprobs = None
         if piece.logprobs is not None:
             likely = piece.likely or [[]] * len(piece.tokens)
@@ -210,7 +184,7 @@ class ChatReply(Reply):
                 for token, x, others in zip(piece.tokens, piece.logprobs, likely, strict=True)
             ]
             logprobs = {"content": content, "refusal": None}
-        return {"logprobs": logprobs, "finish_reason": piece.finish}
+        return {"message" if whole else "delta": role | {"content": piece.text}, "logprobs": logprobs}
 
 
 def _entry(choice: Choice, token: int, logprob: float) -> dict:
@@ -230,7 +204,7 @@ def _by_text(choice: Choice, tokens: list[tuple[int, float]]) -> dict[str, float
 class CompletionReply(Reply):
     object = chunk_object = "text_completion"
 
-    def part_of_choice(self, choice: Choice, piece: Piece) -> dict:
+    def fields(self, choice: Choice, piece: Delta, whole: bool) -> dict:
         logprobs = None
         if piece.logprobs is not None:
             likely = None
@@ -242,7 +216,4 @@ class CompletionReply(Reply):
             logprobs = {
                 "tokens": texts, "token_logprobs": piece.logprobs, "top_logprobs": likely, "text_offset": offsets
             }  # fmt: skip
-        return {"index": choice.index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
-
-    def whole_choice(self, choice: Choice, piece: Piece) -> dict:
-        return self.part_of_choice(choice, piece)
+        return {"text": piece.text, "logprobs": logprobs}

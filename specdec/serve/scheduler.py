@@ -1,8 +1,8 @@
 """Continuous batching: one thread owns an engine, and lets jobs join and leave it between rounds.
 
-Jobs come from any thread by a queue, and join first come first served as rows are free. What a job is told comes from
-the thread of the engine. A job's tokens are those that it has alone, as a row draws by its own seed: nothing here can
-change them.
+Jobs come from any thread by a queue. As rows become free, requests take turns, first come first served, each with one
+of its jobs. What a job is told comes from the thread of the engine. A job's tokens are those that it has alone, as a
+row draws by its own seed: nothing here can change them.
 """
 
 import logging
@@ -16,8 +16,9 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence, make_sequence
-from specdec.serve.jobs import REASONS, Closed, Delta, Full, Job
+from specdec.serve.jobs import REASONS, Delta, Job
 from specdec.serve.metrics import Metrics, count, drafted_of
+from specdec.serve.refusal import Refusal
 
 LOG = logging.getLogger(__name__)
 CHUNKS = {"cpu": 256, "cuda": 2048}  # tokens of prompts between two rounds: measured, and as vLLM (docs/serve.md)
@@ -75,18 +76,20 @@ class Scheduler:
         self.thread.start()
 
     def submit(self, jobs: abc.Sequence[Job]) -> None:
-        """Let jobs wait for rows: all of them, or none. ValueError for what the target does not take, `Full`,
-        `Closed`."""
+        """Let the jobs of a request wait for rows: all of them, or none. ValueError for what the target does not take,
+        `Refusal` when the queue is full or the scheduler closed."""
         for job in jobs:
             self._check(job)
         with self.changed:
             if self.deadline is not None or self.broken:
-                raise Closed(self.broken or "the server stops")
+                raise Refusal(self.broken or "the server stops", status=503)
             under_way = len(self.queue) + len(self.running)
             if under_way + len(jobs) > self.rows + self.queue_limit:
-                raise Full(f"{self.rows} sequences are decoded and {self.queue_limit} may wait: try again later")
+                wanted = f"{self.rows} sequences are decoded and {self.queue_limit} may wait: try again later"
+                raise Refusal(wanted, status=429, code="queue_full")
+            request = object()
             for job in jobs:
-                job.arrived = time.perf_counter()
+                job.request, job.arrived = request, time.perf_counter()
             self.queue += jobs
             self.changed.notify()
 
@@ -185,21 +188,31 @@ class Scheduler:
         return leaving
 
     def _admit(self) -> None:
-        """Give the engine the first that wait, as many as there are free rows and as the budget of a prefill takes.
-        Between two prefills there is a round for those that run already. Called with the lock held."""
+        """Give the engine queued jobs, as many as there are free rows and as the budget of a prefill allows. Between
+        two prefills there is a round for those that run already. Called with the lock held."""
         if self.prefilled and self.running:
             return
-        joining, longest = [], 0
-        for job in self.queue[: self.rows - len(self.running)]:
+        joining: list[Job] = []
+        longest = 0
+        while (job := self._next(joining)) is not None:
             longest = max(longest, len(job.prompt))
             if joining and longest * (len(joining) + 1) > self.prefill_chunk:
                 break
             joining.append(job)
-        del self.queue[: len(joining)]
+            self.queue.remove(job)
+            self.queue.sort(key=lambda other: other.request == job.request)  # the others of its request go last
         for job in joining:
             job.sequence = self.engine.add(job.prompt, **job.how)
             self.running[job.sequence] = job
             self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
+
+    def _next(self, joining: list[Job]) -> Job | None:
+        """Return the queued job that gets the next row; None if none may. Requests take turns, so that one with many
+        choices does not hold up the others, and the last free row goes to a request that has none."""
+        having = [job.request for job in (*self.running.values(), *joining)]
+        if len(having) < self.rows - 1:
+            return self.queue[0] if self.queue else None
+        return next((job for job in self.queue if len(having) < self.rows and job.request not in having), None)
 
     def _tell(self, report: RoundReport) -> None:
         """Send what a step has emitted, and let those go that have ended."""

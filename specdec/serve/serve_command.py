@@ -7,10 +7,9 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from specdec import ops
 from specdec.adaptive import Survival
@@ -24,6 +23,7 @@ from specdec.engine.report import Reads
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.target import Target
 from specdec.model_settings import ONE_PROCESS, ModelSettings
+from specdec.threads import Call, Made
 from specdec.trees import Chain, Tree
 from specdec.trees.spec import AUTO, TreeSettings
 from specdec.verify import VerifierSettings
@@ -38,7 +38,6 @@ ROOM = 4096  # tokens of a text where nothing is said and the target takes more
 KEY = "SPECDEC_API_KEY"
 IDLE = 20.0  # seconds
 ACCEPTANCE = ("none", "summary", "detailed")
-Made = TypeVar("Made")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -104,6 +103,8 @@ def main(argv: list[str] | None = None) -> None:
         serve(app, listener, service.scheduler, args.grace)
         if recorder is not None:
             write_trace(recorder.trace, args.trace)
+    if any(isinstance(thread, Call) for thread in threading.enumerate()):  # a prompt that is still tokenized
+        os._exit(0)
 
 
 def hosts_of(args: argparse.Namespace) -> list[str]:
@@ -127,18 +128,9 @@ def apart(make: Callable[..., Made], *args) -> Made:
     Each thread that computes has workers of its own. As soon as all of them are more than there are cores, libgomp lets
     them sleep between two operators, and waking them makes a round of a small target twice as long. So the engine's
     thread must be the only one that has any."""
-    future = Future[Made]()
-
-    def run() -> None:
-        try:
-            future.set_result(make(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=run, daemon=True)  # so that Ctrl-C need not wait for it
-    thread.start()
-    made = future.result()
-    thread.join()
+    call = Call(make, *args)
+    made = call.future.result()
+    call.join()
     return made
 
 
@@ -276,7 +268,7 @@ def serve(app, listener: socket.socket, scheduler: "Scheduler", grace: float) ->
     does not is told. A second signal ends that too."""
     import uvicorn
 
-    how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": int(grace) + 10}
+    how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": grace + 1}
     config = uvicorn.Config(app, http=closing_protocol(), **how)
 
     class Server(uvicorn.Server):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from specdec.model.target import Target
 from specdec.sampling.grammar import Grammar
+from specdec.sampling.json_grammar import grammars_of
 from specdec.schema import shown
-from specdec.serve.formats import grammar_of
 from specdec.serve.jobs import Delta, Job
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, read
 from specdec.serve.refusal import Refusal
@@ -67,28 +67,50 @@ class Service:
             what = f"there is no model {shown(name)} here; there is {self.model!r}"
             raise Refusal(what, "model", status=404, code="model_not_found")
 
-    def prepare(self, ask: Ask, tell: Callable[[Choice, Delta], None]) -> Reply:
-        """The reply to a request, with a job for each choice, which nobody has submitted yet. tell: is told of every
-        delta. `Refusal` for what is not served."""
+    def prepare(self, ask: Ask, grammar: Grammar | None, tell: Callable[[Delta], None]) -> Reply:
+        """The reply to a request, with a job for each choice, which nobody has submitted yet. grammar: of all texts.
+        tell: is told of every delta. `Refusal` for what is not served."""
         self.check_model(ask.model)
         prompts = self._prompts(ask)
         if len(prompts) * ask.n > self.limits.choices:
             wanted = f"{len(prompts)} prompts with n {ask.n}" if len(prompts) > 1 else f"n {ask.n}"
-            raise Refusal(f"a response has {self.limits.choices} texts at most, got {wanted}", "n")
-        seed = secrets.randbits(62) if ask.seed is None else ask.seed
-        grammar, choices = grammar_of(ask, self.target), []
+            raise Refusal(
+                f"a response has {self.limits.choices} texts at most, got {wanted}", "n" if ask.n > 1 else ask.main
+            )
+        seed, choices = secrets.randbits(62) if ask.seed is None else ask.seed, []
         for prompt in prompts:
             for _ in range(ask.n):
-                choice = Choice(len(choices), self.target.tokenizer, ask.stop)
-                choice.job = self._job(
-                    ask, prompt, (seed, len(choices)), lambda delta, of=choice: tell(of, delta), grammar
-                )
-                choices.append(choice)
+                job = self._job(ask, prompt, (seed, len(choices)), tell, grammar)
+                choices.append(Choice(len(choices), job, self.target.tokenizer, ask.stop))
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
         who = f"{name}-{secrets.token_hex(12)}", self.model, int(time.time())
         told = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1, self.prompt_details
         return kind(*who, choices, used, *told)
+
+    def grammar_of(self, ask: Ask) -> Grammar | None:
+        """The grammar of all texts of a request; None for any text. `Refusal` for a form that is not implemented."""
+        wanted = []
+        if ask.response_format is not None and ask.response_format.type != "text":
+            of_schema = ask.response_format.type == "json_schema"
+            field = "response_format.json_schema.schema" if of_schema else "response_format"
+            wanted.append((field, "json", ask.response_format.json_schema.value if of_schema else None))
+        if ask.structured_outputs is not None:
+            wanted += [
+                (f"structured_outputs.{kind}", kind, value) for kind, value in ask.structured_outputs.given.items()
+            ]
+        if not wanted:
+            return None
+        if len(wanted) > 1:
+            raise Refusal("structured_outputs contradicts response_format", "structured_outputs")
+        ((field, kind, value),) = wanted
+        if ask.ignore_eos:
+            raise Refusal(f"ignore_eos contradicts {field}: a text ends where its form is complete", "ignore_eos")
+        try:
+            grammars = grammars_of(self.target)  # the first takes a second
+            return grammars.regex(value) if kind == "regex" else grammars.json(None if kind == "json_object" else value)
+        except ValueError as error:
+            raise Refusal(str(error), field) from None
 
     def tokenize(self, body: dict) -> dict:
         """vLLM's answer to {prompt} or {messages}."""

@@ -36,11 +36,11 @@ class Speculation:
             return None
         if wish.off:
             if others := sorted(wish.model_fields_set - {"off"}):
-                raise Refusal(f"{NAME}.off contradicts {NAME}.{others[0]}", NAME)
+                raise Refusal(f"{NAME}.off contradicts {NAME}.{others[0]}", f"{NAME}.off")
             return 0
         if wish.draft not in (None, self.draft):
             has = "decodes plainly" if self.draft is None else f"drafts with {self.draft!r}"
-            raise Refusal(f"{NAME}.draft is {shown(wish.draft)}, but this server {has}", NAME)
+            raise Refusal(f"{NAME}.draft is {shown(wish.draft)}, but this server {has}", f"{NAME}.draft")
         for name in ("tree", "topk"):
             if getattr(wish, name) not in (None, getattr(self, name)):
                 raise self._other(name, getattr(wish, name))
@@ -51,7 +51,7 @@ class Speculation:
                 raise self._other("num_draft_tokens", wish.num_draft_tokens)
             steps = chain
         if steps is not None and steps > self.steps:
-            raise Refusal(f"{NAME}.steps is {steps}, but this server's tree has {self.steps} levels", NAME)
+            raise Refusal(f"{NAME}.steps is {steps}, but this server's tree has {self.steps} levels", f"{NAME}.steps")
         return steps
 
     def _other(self, name: str, wanted: Any) -> Refusal:
@@ -59,5 +59,5 @@ class Speculation:
         return Refusal(
             f"{NAME}.{name} is {shown(wanted)}, which this server does not have: {has}, of which a request may "
             "take fewer steps",
-            NAME,
+            f"{NAME}.{name}",
         )

@@ -32,7 +32,6 @@ from specdec.structs import Sampling
 from specdec.training.features.feature_cache import MANIFEST, SCHEMA, FeatureCache
 from specdec.training.loop.log import RunLog, read_log
 from specdec.trees import DynamicTree
-from specdec.trees.spec import TreeSpec
 from specdec.verify import make_verifier
 
 QUESTIONS = [Question("a", "animals", ("The quick brown",)), Question("b", "numbers", ("What is 12 + 30?",))]
@@ -45,7 +44,7 @@ def swept(target_path, drafter_path, tmp_path_factory):
     how = {"max_new_tokens": 8, "resamples": 5, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
     found = Sweep(load_target(target_path), "signature", Benchmark("tiny", QUESTIONS), out, **how)
     best = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
-    found.run(found.points([Draft.read(str(drafter_path))], [TreeSpec(2, 2, 4), TreeSpec(2, 2, 60)], True, best))
+    found.run(found.points([Draft.read(str(drafter_path))], [DynamicTree(2, 2, 4), DynamicTree(2, 2, 60)], True, best))
     assert len(collect(out)[0]) == 4
     return out
 

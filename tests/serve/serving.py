@@ -22,11 +22,13 @@ class Heard:
     def __init__(self, **asked):
         self.deltas: list[Delta] = []
         self.over = threading.Event()
+        self.at_end: Callable[[Heard], object] = lambda heard: None
         self.job = Job(tell=self.tell, eos=asked.pop("eos", EOS), **asked)
 
     def tell(self, delta: Delta) -> None:
         self.deltas.append(delta)
         if delta.finish is not None:
+            self.at_end(self)
             self.over.set()
 
     @property

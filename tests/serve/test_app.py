@@ -45,7 +45,7 @@ def test_no_character_is_torn_between_chunks(pair):
     ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
     for size in range(1, 5):
         for stops, expected in (([], text), (["n: ₿"], "Garço"), (["🙃"], text[: text.index("🙃")]), (["...."], text)):
-            choice, pieces = Choice(0, target.tokenizer, stops), []
+            choice, pieces = Choice(0, None, target.tokenizer, stops), []
             for start in range(0, len(ids), size):
                 finish = "length" if start + size >= len(ids) else None
                 pieces.append(choice.take(Delta(None, ids[start : start + size], finish=finish)).text)
@@ -233,9 +233,21 @@ WRONG = [
     (CHAT, {}, "messages", "messages is missing"),
     (CHAT, {"messages": []}, "messages", "messages is empty"),
     (CHAT, {"messages": "hi"}, "messages", "must be a valid list"),
-    (CHAT, {"messages": [{"role": "king", "content": "x"}]}, "messages", r"messages\[0\].role must be 'system', 'dev"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "parts of type 'text'"),
+    (
+        CHAT,
+        {"messages": [{"role": "king", "content": "x"}]},
+        "messages[0].role",
+        r"messages\[0\].role must be 'system', 'dev",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages[0].content[0].type",
+        "parts of type 'text'",
+    ),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 1000}, "max_completion_tokens", "but a text may have 100 here"),
+    (CHAT, {"messages": HELLO, "max_tokens": 1000}, "max_tokens", "but a text may have 100 here"),
+    (CHAT, {"messages": HELLO * 50}, "messages", "but a text may have 100 here"),
     (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
     (
         CHAT,
@@ -246,7 +258,7 @@ WRONG = [
     (
         CHAT,
         {"messages": HELLO, "response_format": {"type": "grammar"}},
-        "response_format",
+        "response_format.type",
         "must be 'text', 'json",
     ),
     (TEXT, {"prompt": 3}, "prompt", "prompt must be a text"),
@@ -254,20 +266,25 @@ WRONG = [
     (TEXT, {"prompt": [[]]}, "prompt", "prompt must be a text"),
     (TEXT, {"prompt": [10**9]}, "prompt", "the prompt holds token 1000000000"),
     (TEXT, {"prompt": [-1]}, "prompt", "the prompt holds token"),
-    (TEXT, {"prompt": [1] * 100}, None, "but a text may have 100 here"),
+    (TEXT, {"prompt": [1] * 100}, "prompt", "but a text may have 100 here"),
     (TEXT, {"prompt": "x", "temperature": "hot"}, "temperature", "must be a valid number, got 'hot'"),
     (TEXT, {"prompt": "x", "top_p": 0}, "top_p", "must be greater than 0, got 0"),
     (TEXT, {"prompt": "x", "n": 17}, "n", "16 texts at most, got n 17"),
-    (TEXT, {"prompt": ["x"] * 17}, "n", "got 17 prompts with n 1"),
-    (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop", "at least one character"),
+    (TEXT, {"prompt": ["x"] * 17}, "prompt", "got 17 prompts with n 1"),
+    (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop[1]", "at least one character"),
     (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "stop", "16 strings at most"),
     (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs", "less than or equal to 20, got 21"),
     (TEXT, {"prompt": "x", "echo": True}, "echo", "is not built"),
     (TEXT, {"prompt": "x", "min_tokens": 4}, "min_tokens", "is not built"),
     (TEXT, {"prompt": "x", "temprature": 1}, "temprature", "there is no parameter 'temprature'"),
     (TEXT, {"prompt": "x", "\ud800": 1}, "\ufffd" * 3, "there is no parameter"),
-    (CHAT, {"messages": [{"role": "user", "\ud800": 1}]}, "messages", "which is not built"),
-    (TEXT, {"prompt": "x", "stream": True, "stream_options": {"usage": True}}, "stream_options", "has no 'usage'"),
+    (CHAT, {"messages": [{"role": "user", "\ud800": 1}]}, "messages[0].\ufffd\ufffd\ufffd", "which is not built"),
+    (
+        TEXT,
+        {"prompt": "x", "stream": True, "stream_options": {"usage": True}},
+        "stream_options.usage",
+        "has no 'usage'",
+    ),
     (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ("/tokenize", {"text": "x"}, "prompt", "give a text as prompt"),
     ("/detokenize", {"tokens": ["x"]}, "tokens", "a list of ids from 0"),

@@ -13,7 +13,7 @@ from serving import Heard, alone, at_first, gives_up, mixed, serving, tiny_engin
 from tape import Tape
 
 from specdec.adaptive import Fixed
-from specdec.serve.jobs import Closed, Full
+from specdec.serve.refusal import Refusal
 
 
 def idle(scheduler) -> bool:
@@ -128,6 +128,30 @@ def test_first_come_first_served_within_the_budget_of_a_prefill():
     assert max(len(prompts) for _, prompts in steps) <= 4
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_a_request_of_many_choices_does_not_hold_up_others(rows):
+    """A short request gets a row at once, of a single row the next turn. Two long requests take turns."""
+    many, more = ([Heard(prompt=[1 + i] * 3, max_new_tokens=30, eos=frozenset()) for i in range(8)] for _ in range(2))
+    short, ended = Heard(prompt=[5], max_new_tokens=2, eos=frozenset()), []
+
+    def send_others() -> None:
+        scheduler.submit([short.job])
+        scheduler.submit([heard.job for heard in more])
+
+    with serving(tiny_engine(False), started=False, rows=rows) as scheduler:
+        at_first(many[0], send_others)
+        for heard in (*many, *more, short):
+            heard.at_end = ended.append
+        scheduler.submit([heard.job for heard in many])
+        scheduler.start()
+        for heard in (*many, *more, short):
+            heard.wait()
+    assert ended.index(short) == (0 if rows > 1 else 1)
+    turns = [heard in more for heard in ended if heard is not short]
+    assert sum(turns[: 8 + rows]) >= 4
+    assert sum(turns[-rows - 2 :]) < rows + 2
+
+
 def test_a_policy_is_told_how_long_rounds_take_but_not_prefills_and_not_waiting():
     policy, seconds, rounds, busy = Fixed(2), [], 0, 0.0
     policy.took = seconds.append
@@ -174,10 +198,10 @@ def test_a_full_queue_takes_all_jobs_of_a_request_or_none():
     with serving(tiny_engine(), started=False, rows=2, queue=1) as scheduler:
         jobs = [Heard(prompt=[1, 2], max_new_tokens=3) for _ in range(5)]
         scheduler.submit([jobs[0].job])
-        with pytest.raises(Full, match="2 sequences are decoded and 1 may wait"):
+        with pytest.raises(Refusal, match="2 sequences are decoded and 1 may wait"):
             scheduler.submit([job.job for job in jobs[1:4]])
         scheduler.submit([job.job for job in jobs[1:3]])
-        with pytest.raises(Full):
+        with pytest.raises(Refusal):
             scheduler.submit([jobs[4].job])
         scheduler.start()
         for job in jobs[:3]:
@@ -219,7 +243,7 @@ def test_what_runs_may_end_and_what_waits_is_told_when_the_server_stops():
         scheduler.submit([runs.job, waits.job])
         scheduler.start()
         assert (waits.wait().finish, waits.deltas[-1].error) == ("error", "the server stops")
-        with pytest.raises(Closed, match="the server stops"):
+        with pytest.raises(Refusal, match="the server stops"):
             scheduler.submit([Heard(prompt=[1]).job])
         assert (runs.wait().tokens, runs.finish) == alone(target, runs.job)
 
@@ -248,7 +272,8 @@ def test_a_step_that_fails_costs_those_that_run_and_nobody_else():
     engine.step = failing
     with serving(engine, started=False, rows=2) as scheduler:
         jobs = [Heard(prompt=[n, 3], max_new_tokens=12, eos=frozenset()) for n in range(1, 5)]
-        scheduler.submit([job.job for job in jobs])
+        for job in jobs:
+            scheduler.submit([job.job])
         scheduler.start()
         for job in jobs:
             job.wait()
@@ -268,5 +293,5 @@ def test_an_engine_that_cannot_begin_anew_ends_everything(monkeypatch):
         scheduler.start()
         assert [job.wait().finish for job in jobs] == ["error", "error"]
         scheduler.join(300)
-        with pytest.raises(Closed, match="decoding has failed: division by zero"):
+        with pytest.raises(Refusal, match="decoding has failed: division by zero"):
             scheduler.submit([Heard(prompt=[1]).job])

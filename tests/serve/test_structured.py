@@ -16,6 +16,7 @@ from specdec.sampling.json_grammar import TextMatcher
 
 ASKED = {"messages": [{"role": "user", "content": "Yes?"}], "max_tokens": 60, "temperature": 0.9}
 FORM, OUTPUTS = "response_format", "structured_outputs"
+SCHEMA = f"{FORM}.json_schema.schema"
 CHOICE = {
     "type": "object", "properties": {"ok": {"type": "boolean"}, "why": {"enum": ["a", "b"]}},
     "required": ["ok", "why"], "additionalProperties": False,
@@ -57,17 +58,17 @@ async def test_answers_are_of_their_form_and_those_beside_them_are_free(server):
 
 
 WRONG = [
-    ({FORM: schema({"type": "objekt"})}, FORM, "objekt"),
-    ({FORM: schema({"properties": {"a": {"frob": 1}}})}, FORM, "'frob'"),
-    ({FORM: schema({"const": "x" * 40000})}, FORM, "may have"),
+    ({FORM: schema({"type": "objekt"})}, SCHEMA, "objekt"),
+    ({FORM: schema({"properties": {"a": {"frob": 1}}})}, SCHEMA, "'frob'"),
+    ({FORM: schema({"const": "x" * 40000})}, SCHEMA, "may have"),
     ({FORM: {"type": "json_schema"}}, FORM, "with a schema"),
-    ({FORM: schema({}, frob=1)}, FORM, "response_format.json_schema has no 'frob'"),
-    ({FORM: {"type": "xml"}}, FORM, "response_format.type must be 'text'"),
+    ({FORM: schema({}, frob=1)}, f"{FORM}.json_schema.frob", "response_format.json_schema has no 'frob'"),
+    ({FORM: {"type": "xml"}}, f"{FORM}.type", "response_format.type must be 'text'"),
     ({FORM: {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "contradicts response_format"),
-    ({OUTPUTS: {"regex": "["}}, OUTPUTS, "not taken"),
-    ({OUTPUTS: {"regex": 3}}, OUTPUTS, "structured_outputs.regex must be a valid string, got 3"),
+    ({OUTPUTS: {"regex": "["}}, f"{OUTPUTS}.regex", "not taken"),
+    ({OUTPUTS: {"regex": 3}}, f"{OUTPUTS}.regex", "structured_outputs.regex must be a valid string, got 3"),
     ({OUTPUTS: {}}, OUTPUTS, "one of"),
-    ({OUTPUTS: {"grammar": "x"}}, OUTPUTS, "has no 'grammar'"),
+    ({OUTPUTS: {"grammar": "x"}}, f"{OUTPUTS}.grammar", "has no 'grammar'"),
     ({OUTPUTS: {"json": {}}, FORM: {"type": "json_object"}}, OUTPUTS, "contradicts response_format"),
 ]
 
@@ -84,7 +85,7 @@ async def test_a_grammar_that_gives_up_ends_its_request_only(server, monkeypatch
     monkeypatch.setattr(TextMatcher, "take", lambda self, token: False)
     given_up = ASKED | {OUTPUTS: {"json": {"const": "given up"}}}
     free, _ = await asyncio.gather(
-        server.post(CHAT, **ASKED, seed=7), server.refused(500, "too complex", path=CHAT, json=given_up)
+        server.post(CHAT, **ASKED, seed=7), server.refused(400, "too complex", OUTPUTS, path=CHAT, json=given_up)
     )
     expected = solo(server.target, ASKED["messages"], 60, seed=(7, 0), temperature=0.9)
     assert free["choices"][0]["message"]["content"] == expected.text

@@ -93,10 +93,10 @@ def test_offsets_find_tokens_and_no_two_tokens_become_one(tokenizer):
         ids = [token for token in drawn(tokenizer, draw) if vocabulary.bytes_of(token).isascii()]
         if not ids:
             continue
-        choice = Choice(0, tokenizer, [])
+        choice = Choice(0, None, tokenizer, [])
         likely = [[(token, -1.0), (draw.randrange(len(tokenizer)), -2.0)] for token in ids]
         piece = choice.take(Delta(None, ids, [-1.0] * len(ids), likely, finish="length"))
-        made = CompletionReply("id", "m", 0, [choice], 0).part_of_choice(choice, piece)
+        made = CompletionReply("id", "m", 0, [choice], 0).fields(choice, piece, whole=True)
         told = made["logprobs"]
         for token, offset, text, others, given in zip(
             ids, told["text_offset"], told["tokens"], told["top_logprobs"], likely, strict=True

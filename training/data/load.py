@@ -31,8 +31,9 @@ class Tally:
         if self.bad not in ("error", "skip"):
             raise ValueError(f"bad must be 'error' or 'skip', got {self.bad!r}")
 
-    def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def count(self, what: str, number: int = 1) -> None:
+        if number:
+            self.counts[what] = self.counts.get(what, 0) + number
 
     @contextmanager
     def record(self, where: str) -> Iterator[None]:

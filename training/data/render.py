@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from torch import Tensor
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specdec.text import dated, render_chat, template_faults
+from specdec.text import dated, render_chat, run_template
 from specdec.training.data.conversation import CARRIED, Message
 from specdec.vocabulary import vocabulary_of
 
@@ -140,11 +140,8 @@ class _Chat:
     def _marked(self, count: int) -> list[Span]:
         """Return the places that {% generation %} marks in the text of the first `count` messages."""
         settings = {"chat_template": self.template, "tools": self.tools, "return_assistant_tokens_mask": True}
-        with template_faults():
-            texts, spans = render_jinja_template(
-                conversations=[list(self.messages[:count])],
-                **settings | self.tokenizer.special_tokens_map,
-            )
+        settings |= {"conversations": [list(self.messages[:count])]} | self.tokenizer.special_tokens_map
+        texts, spans = run_template(render_jinja_template, **settings)
         if texts[0] != self.text(count):
             raise ValueError("the chat template writes another text each time")
         return spans[0]

@@ -9,6 +9,8 @@ from pathlib import Path
 from specdec.cli.files import partial_path, put_in_place, write_text
 from specdec.cli.lock import only_writer
 from specdec.model.weight_files import read_json
+from specdec.registry import read_yaml
+from specdec.schema import shown
 
 
 def record_of(out: Path) -> Path:
@@ -16,12 +18,19 @@ def record_of(out: Path) -> Path:
     return out.with_name(f"{out.stem}.run.json")
 
 
-def begun_on(out: Path) -> str:
-    """Return the day (YYYY-MM-DD) on which the run that writes `out` was begun; today if none was."""
+def begun_on(record: Path, today: bool = False) -> str | None:
+    """Return the day (YYYY-MM-DD) in the settings of a run. Without one: None, or today's date if `today`.
+
+    Raises ValueError for a damaged file."""
+    settings = read_yaml(record, "settings") if record.is_file() else {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{record} is damaged: it holds no settings")
+    begun = settings.get("day") or (settings.get("data") or {}).get("day")
     try:
-        return date.fromisoformat(read_json(record_of(out)).get("day")).isoformat()
-    except (ValueError, TypeError):  # `Shards` says what is wrong with the file
-        return date.today().isoformat()
+        begun = begun and date.fromisoformat(str(begun)).isoformat()
+    except ValueError:
+        raise ValueError(f"{record}: day must be a date such as 2026-11-27, got {shown(begun)}") from None
+    return begun or (date.today().isoformat() if today else None)
 
 
 class Shards:

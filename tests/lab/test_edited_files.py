@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from edits import edited
-from helpers import run_here, tiny_drafter, tiny_target
+from helpers import run_here
 from safetensors.torch import load_file, save_file
 
 from specdec.acceptance import FILE, read_acceptance
 from specdec.drafters.formats.token_map import read_token_map
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.trace_files import HEADER, NODES, ROUNDS, ROWS, read_trace
-from specdec.lab.replay import Superset, record
 from specdec.lab.sweep import store
 from specdec.lab.sweep.benchmarks import Benchmark, Question
 from specdec.lab.sweep.point_table import print_tables
@@ -31,7 +30,6 @@ from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.training.features.feature_cache import MANIFEST, SCHEMA, FeatureCache
 from specdec.training.loop.log import RunLog, read_log
-from specdec.trees import DynamicTree
 from specdec.verify import make_verifier
 
 QUESTIONS = [Question("a", "animals", ("The quick brown",)), Question("b", "numbers", ("What is 12 + 30?",))]
@@ -44,7 +42,7 @@ def swept(target_path, drafter_path, tmp_path_factory):
     how = {"max_new_tokens": 8, "resamples": 5, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
     found = Sweep(load_target(target_path), "signature", Benchmark("tiny", QUESTIONS), out, **how)
     best = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
-    found.run(found.points([Draft.read(str(drafter_path))], [DynamicTree(2, 2, 4), DynamicTree(2, 2, 60)], True, best))
+    found.run(found.points([Draft.read(str(drafter_path))], ["2/2/4", "2/2/60"], True, best))
     assert len(collect(out)[0]) == 4
     return out
 
@@ -227,16 +225,3 @@ def test_manifests_of_caches(tmp_path):
 def test_commands_that_read_no_such_files_start_without_pydantic():
     modules = "specdec.cli.generate, specdec.engine.trace_files, specdec.training.train"
     subprocess.run([sys.executable, "-c", f"import sys, {modules}; sys.exit('pydantic' in sys.modules)"], check=True)
-
-
-def test_supersets(tmp_path):
-    target = tiny_target()
-    how = {"topks": (2, 3), "steps": 2, "max_new_tokens": 8, "sampling": Sampling(1.0)}
-    record(target, tiny_drafter(target), [[1, 2, 3], [4, 5]], **how).save(tmp_path / "it")
-    header = tmp_path / "it" / "superset.json"
-
-    def use() -> None:
-        found = Superset.load(tmp_path / "it")
-        refusal(found.replay, DynamicTree(3, 2, 5))  # with other steps or topks it is another recording
-
-    check_file(header, json.loads(header.read_text()), use)

@@ -291,7 +291,7 @@ WRONG = [
 ]
 
 
-@served(limits=Limits(body_bytes=2000), queue=1)
+@served(limits=Limits(body_bytes=4000), queue=1)
 async def test_what_is_wrong_is_told_in_openais_form(server):
     refused = server.refused
     for path, body, param, message in WRONG:
@@ -300,7 +300,7 @@ async def test_what_is_wrong_is_told_in_openais_form(server):
     await refused(400, "not valid JSON", content=b"{")
     await refused(400, "must be a JSON object", content=b"[1]")
     await refused(400, "must be a JSON object", content=b"[1]", path="/tokenize")
-    await refused(413, "more than 2000 bytes", code="request_too_large", content=b" " * 3000)
+    await refused(413, "more than 4000 bytes", code="request_too_large", content=b" " * 5000)
     await refused(404, "GET /nothing is not served", path="/nothing", method="GET")
     await refused(405, "GET /v1/completions is not served", method="GET")
     await refused(429, "try again later", code="queue_full", json={"prompt": "x", "n": 6})

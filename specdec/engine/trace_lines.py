@@ -13,7 +13,7 @@ from specdec.cli.limits import LIMITS, MOST
 from specdec.schema import check, shown
 from specdec.structs import Sampling
 
-STEPS = LIMITS["num_draft_tokens"].metadata["high"]  # a chain has as many levels as nodes
+STEPS = LIMITS["steps"].metadata["high"]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(ge=0)]
 Word = Annotated[int, Field(ge=-(2**64), le=2**64)]

@@ -1,7 +1,9 @@
 """What happened while decoding: rounds, accepted lengths, time per part; and the metrics computed from it."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -55,5 +57,11 @@ def interval_of(
 def acceptance_by_depth(rows: list[RowTrace], steps: int) -> list[float]:
     """For d = 1..steps the share of rounds that accepted at least d drafted tokens, over all rounds of these rows; 0
     without a round. It is the only definition: `DEPTH_IN_WORDS` names it under charts and tables."""
-    accepted = [a for row in rows for a in row.accepted]
-    return [sum(a >= d for a in accepted) / len(accepted) if accepted else 0.0 for d in range(1, steps + 1)]
+    rounds, *reached = at_least((a for row in rows for a in row.accepted), steps)
+    return [count / rounds if rounds else 0.0 for count in reached]
+
+
+def at_least(values: Iterable[int], most: int) -> list[int]:
+    """For d = 0..most how many of the values are d or more."""
+    counts = Counter(min(value, most) for value in values)
+    return list(accumulate(counts[d] for d in range(most, -1, -1)))[::-1]

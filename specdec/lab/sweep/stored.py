@@ -11,7 +11,7 @@ from specdec.schema import shown
 MOST = 1e12  # of a measured number: more is a slip of the pen, and no figure can show it
 Measured = Annotated[float, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Size = Annotated[int, Field(ge=1, le=4096)]
+Size = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 class Head(Strict):
@@ -49,18 +49,16 @@ class Settings(Strict):
     raw: bool
     matmul_precision: str = "highest"
     template: dict[str, bool | str | int | float | None]
+    tree: Shape | None = None
 
 
 class Point(Strict):
     """result.json of any point; alone of one that was skipped."""
 
-    class Drafting(Settings):
-        tree: Shape | None = None
-
     kind: Literal["decode", "best_tree"]
     key: str
     names: Names
-    settings: Drafting
+    settings: Settings
     skipped: str = ""
 
 

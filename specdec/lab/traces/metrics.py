@@ -133,10 +133,9 @@ def n_alpha(rows: Rows) -> list[float]:
     if not all(row.chains for row in rows):
         return [math.nan] * _steps(rows)
     rounds = [both for row in rows for both in zip(row.trace.accepted, row.drafted, strict=True)]
-    return [
-        _share(sum(a > n for a, _ in rounds), sum(a >= n and drafted > n for a, drafted in rounds))
-        for n in range(_steps(rows))
-    ]
+    taken = traces.at_least((a for a, _ in rounds), _steps(rows))
+    examined = traces.at_least((min(a, drafted - 1) for a, drafted in rounds), _steps(rows))
+    return [_share(*both) for both in zip(taken[1:], examined[:-1], strict=True)]
 
 
 def rounds_of(rows: Rows) -> int:

@@ -1,4 +1,4 @@
-"""How good a drafter is: the expected tau on known text, and the tau of real decoding."""
+"""How good a drafter is: the expected tau on known text, and the tau of decoding, replayed along answers."""
 
 from collections.abc import Iterable
 from pathlib import Path

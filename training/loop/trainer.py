@@ -257,7 +257,7 @@ class Trainer:
         return {f"heldout_{key}": logged[key] for key in (*scalars, "losses", "accuracy")}
 
     def _decode(self) -> dict:
-        """The tau of real decoding with the drafter as it is now. The best drafter so far is kept in `best/`."""
+        """The tau of greedy decoding with the drafter as it is now. The best drafter so far is kept in `best/`."""
         self._publish()
         if not self.processes.evaluates:
             return {}

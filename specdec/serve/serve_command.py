@@ -5,7 +5,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -103,8 +102,8 @@ def main(argv: list[str] | None = None) -> None:
         serve(app, listener, service.scheduler, args.grace)
         if recorder is not None:
             write_trace(recorder.trace, args.trace)
-    if any(isinstance(thread, Call) for thread in threading.enumerate()):  # a prompt that is still tokenized
-        os._exit(0)
+    sys.stdout.flush()
+    os._exit(0)  # neither a prompt that is still tokenized nor seconds of the interpreter's clean-up delay the end
 
 
 def hosts_of(args: argparse.Namespace) -> list[str]:

@@ -90,15 +90,12 @@ class Service:
 
     def grammar_of(self, ask: Ask) -> Grammar | None:
         """The grammar of all texts of a request; None for any text. `Refusal` for a form that is not implemented."""
-        wanted = []
-        if ask.response_format is not None and ask.response_format.type != "text":
-            of_schema = ask.response_format.type == "json_schema"
-            field = "response_format.json_schema.schema" if of_schema else "response_format"
-            wanted.append((field, "json", ask.response_format.json_schema.value if of_schema else None))
-        if ask.structured_outputs is not None:
-            wanted += [
-                (f"structured_outputs.{kind}", kind, value) for kind, value in ask.structured_outputs.given.items()
-            ]
+        form, given = ask.response_format, ask.structured_outputs.given if ask.structured_outputs else {}
+        wanted = [(f"structured_outputs.{kind}", kind, value) for kind, value in given.items()]
+        if form is not None and form.type != "text":
+            schema = form.json_schema.value if form.type == "json_schema" else None
+            field = "response_format" if schema is None else "response_format.json_schema.schema"
+            wanted.append((field, "json", schema))
         if not wanted:
             return None
         if len(wanted) > 1:

@@ -158,10 +158,9 @@ async def test_schemas_of_any_kind_are_answered(server, make):
 @served()
 async def test_what_is_no_form_of_any_text_is_refused(server):
     """Also where the library finds out while it decodes, and where it would compile for minutes; others do not wait."""
-    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(500)}, "minProperties": 0}
-    del many["minProperties"]
-    endless = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-    for schema in ({"$ref": "#"}, endless, many):
+    many = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(500)}}
+    mutual = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    for schema in ({"$ref": "#"}, mutual, many):
         assert (await answer_of(server, schema))[0] == 400
     slow = [asyncio.create_task(answer_of(server, {"multipleOf": 99400891 + i})) for i in range(3)]
     await asyncio.sleep(0.1)

@@ -27,7 +27,6 @@ def parse(tmp_path):
 
 
 TREE = "topk: 2\nsteps: 3\nnum_draft_tokens: 6\ndraft: ngram\nverifier: match\nreport: {predicted: 1.5, any: [thing]}\n"
-SAMPLING = "temperature: 1\ntop_k: 5\nmin_p: 0.1\nrepetition_penalty: 1.1\npresence_penalty: -0.5\n"
 
 
 def test_a_file_stands_for_its_flags(parse):
@@ -49,11 +48,6 @@ def test_without_a_file_nothing_changes():
             {"topk": 2, "steps": 2, "num_draft_tokens": 6, "draft": "elsewhere"},
         ),
         ("dtype: bf16\n", ["--dtype", "auto"], {"dtype": "auto"}),  # a default that is typed
-        (
-            SAMPLING, ["--temperature", "0.5", "--frequency-penalty", "0.2"],
-            {"temperature": 0.5, "top_k": 5, "top_p": 1.0, "min_p": 0.1, "repetition_penalty": 1.1,
-             "presence_penalty": -0.5, "frequency_penalty": 0.2},
-        ),
         ("tree: t.yaml\ndraft: d\n", ["--topk", "2"], {"tree": None, "topk": 2, "draft": "d"}),
         (TREE, ["--tree", "t.yaml"], {"topk": None, "steps": None, "num_draft_tokens": None, "draft": "ngram"}),
         (TREE, ["--no-draft"], {"no_draft": True, "topk": None, "draft": None, "verifier": None}),
@@ -88,6 +82,13 @@ def test_the_command_line_overrides_the_file_and_what_contradicts_it_gives_way(p
 def test_mistakes_are_one_sentence(tmp_path, text, message):
     (tmp_path / "s.yaml").write_text(text, encoding="utf-8")
     assert message in refused(command.main, "--settings", tmp_path / "s.yaml", "--prompt", "x")
+
+
+def test_sampling_and_penalties(parse):
+    text = "temperature: 1\ntop_k: 5\nmin_p: 0.1\nrepetition_penalty: 1.1\npresence_penalty: -0.5\n"
+    args = vars(parse(text, "--temperature", "0.5", "--frequency-penalty", "0.2"))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    assert [args[name] for name in names] == [0.5, 5, 1.0, 0.1, 1.1, -0.5, 0.2]
 
 
 def test_a_file_that_is_not_there():

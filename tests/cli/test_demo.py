@@ -1,4 +1,8 @@
-"""The bundled pair: small enough, trained, and lossless in every way of decoding it."""
+"""The bundled pair: small enough, trained, and lossless in every way of decoding it. The tour shows it."""
+
+import html
+import json
+from pathlib import Path
 
 import pytest
 
@@ -6,6 +10,7 @@ import specdec
 from specdec.engine.engine import Engine
 from specdec.text import encode_prompt
 
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "tour.ipynb"
 PROMPTS = [
     "What are some good ways to learn a new language?",
     "Tom has 5 apples and buys 7 more. How many apples does he have now?",
@@ -67,6 +72,28 @@ def test_every_bundled_drafter_is_lossless_and_of_use(pair, plain, name):
     target, _ = pair
     settings = dict(OTHERS[name])
     drafter = specdec.load_drafter(settings.pop("draft"), target, **settings)
-    out = [specdec.generate(target, p, drafter, max_new_tokens=64) for p in PROMPTS]
-    assert [o.rows[0].tokens for o in out] == plain
+    out = [specdec.generate(target, p, drafter, max_new_tokens=64) for p in PROMPTS[::2]]
+    assert [o.rows[0].tokens for o in out] == plain[::2]
     assert sum(o.num_tokens - 1 for o in out) / sum(o.rounds for o in out) > 1.3
+
+
+def test_the_cells_of_the_tour_run(monkeypatch, capsys):
+    """In order, and they are few."""
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    cells = [
+        "".join(cell["source"])
+        for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+        if cell["cell_type"] == "code"
+    ]
+    assert sum(bool(line.strip()) for cell in cells for line in cell.splitlines()) <= 25
+    there: dict = {}
+    for cell in cells:
+        exec(compile(cell, str(NOTEBOOK), "exec"), there)
+    said = capsys.readouterr().out
+    assert there["out"].text[0] in said
+    comparison = there["comparison"]
+    assert [score.same_as_plain for score in comparison.scores] == [len(there["prompts"])] * 3
+    assert html.escape(comparison.verdict) in comparison._repr_html_()
+    assert comparison.plot()._repr_png_().startswith(b"\x89PNG")
+    assert there["drafted"].min() >= 0
+    assert there["drafted"].max() < 1.001

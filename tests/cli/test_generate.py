@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 
 from specdec import registry
 from specdec.api import make_tree
-from specdec.cli import chat, decoding, summary
+from specdec.cli import decoding, summary
 from specdec.cli import generate as cli
 from specdec.machine import machine
 from specdec.model.loader import load_target
@@ -248,8 +249,7 @@ def test_a_text_is_json_of_a_schema(demo, schema):
 
 
 def test_answers_of_a_chat_are_json_of_a_schema(capsys, monkeypatch, schema):
-    messages = iter(["Hello!", "Again."])
-    monkeypatch.setattr("builtins.input", lambda _: next(messages, None) or _stop(messages))
+    monkeypatch.setattr("builtins.input", Mock(side_effect=["Hello!", "Again.", EOFError]))
     cli.main(["--chat", "--max-new-tokens", "24", "--json-schema", str(schema)])
     answers = re.findall(r"^\[\s*\".*\]$", capsys.readouterr().out, re.MULTILINE)
     assert len(answers) == 2
@@ -290,26 +290,6 @@ def test_context_ends_the_text(run):
     assert code == 0
     assert result["identical"] is True
     assert result["finish"] == "context"
-
-
-def test_chat_keeps_its_history(run, monkeypatch):
-    lines = iter(["The quick", "", "brown fox"])
-    seen = []
-    original = chat.encode_chat
-    monkeypatch.setattr(
-        chat, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
-    )
-    monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or _stop(lines))
-    code, _, err = run("--chat", "--max-new-tokens", 6)
-    assert code == 0, err
-    assert [m["role"] for m in seen[-1]] == ["user", "assistant", "user"]
-
-
-def _stop(lines):
-    rest = next(lines, None)
-    if rest is None:
-        raise EOFError
-    return rest
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,6 @@ def parse(tmp_path):
 TREE = "topk: 2\nsteps: 3\nnum_draft_tokens: 6\ndraft: ngram\nverifier: match\nreport: {predicted: 1.5, any: [thing]}\n"
 
 
-def shape(args: argparse.Namespace) -> tuple:
-    return args.topk, args.steps, args.num_draft_tokens
-
-
 def test_a_file_stands_for_its_flags(parse):
     args = parse(TREE, "--prompt", "x")
     typed = ["--topk", "2", "--steps", "3", "--num-draft-tokens", "6"]
@@ -45,19 +41,14 @@ def test_without_a_file_nothing_changes():
     assert parse_with_settings(command.parser(), ["--topk", "2"]) == command.parser().parse_args(["--topk", "2"])
 
 
-def test_the_command_line_overrides(parse):
-    args = parse(TREE, "--steps", "2", "--draft", "elsewhere")
-    assert shape(args) == (2, 2, 6)
-    assert args.draft == "elsewhere"
-
-
-def test_a_default_that_is_typed_overrides_too(parse):
-    assert parse("dtype: bf16\n", "--dtype", "auto").dtype == "auto"
-
-
 @pytest.mark.parametrize(
     ("text", "flags", "expected"),
     [
+        (
+            TREE, ["--steps", "2", "--draft", "elsewhere"],
+            {"topk": 2, "steps": 2, "num_draft_tokens": 6, "draft": "elsewhere"},
+        ),
+        ("dtype: bf16\n", ["--dtype", "auto"], {"dtype": "auto"}),  # a default that is typed
         ("tree: t.yaml\ndraft: d\n", ["--topk", "2"], {"tree": None, "topk": 2, "draft": "d"}),
         (TREE, ["--tree", "t.yaml"], {"topk": None, "steps": None, "num_draft_tokens": None, "draft": "ngram"}),
         (TREE, ["--no-draft"], {"no_draft": True, "topk": None, "draft": None, "verifier": None}),
@@ -67,8 +58,8 @@ def test_a_default_that_is_typed_overrides_too(parse):
         ("draft: d\ntoken_map: m.json\nsteps: 2\n", ["--draft", "e"], {"draft": "e", "token_map": None, "steps": 2}),
         ("draft: d\ndraft_dtype: bf16\n", ["--steps", "3"], {"draft": "d", "draft_dtype": "bf16", "steps": 3}),
     ],
-)
-def test_what_contradicts_the_command_line_gives_way(parse, text, flags, expected):
+)  # fmt: skip
+def test_the_command_line_overrides_the_file_and_what_contradicts_it_gives_way(parse, text, flags, expected):
     args = vars(parse(text, *flags))
     assert {key: args[key] for key in expected} == expected
 
@@ -112,20 +103,6 @@ def test_sampling_and_penalties(parse):
 def test_a_file_that_is_not_there():
     with pytest.raises(ValueError, match="no such settings file: nowhere"):
         read_settings("nowhere.yaml")
-
-
-def test_decoding_with_a_file(target_path, drafter_path, tmp_path, capsys):
-    """The same as with the flags typed: rounds, text, verifier."""
-    file = tmp_path / "s.yaml"
-    file.write_text(f"target: {target_path}\ndraft: {drafter_path}\ntopk: 2\nsteps: 2\nnum_draft_tokens: 5\n")
-    flags = ["--prompt", "The quick", "--max-new-tokens", "12", "--json"]
-    command.main(["--settings", str(file), *flags])
-    typed = ["--target", target_path, "--draft", drafter_path, "--topk", 2, "--steps", 2, "--num-draft-tokens", 5]
-    command.main([*map(str, typed), *flags])
-    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
-    same = '"text"', '"rounds"', '"acceptance_by_depth"'
-    assert all(key in first for key in same)
-    assert first.split('"tokens_per_second"')[0] == second.split('"tokens_per_second"')[0]
 
 
 @pytest.mark.parametrize("part", [Sampling, ModelSettings, TreeSettings, VerifierSettings])

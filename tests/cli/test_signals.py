@@ -1,8 +1,13 @@
-"""Signals: what was decoded by then is told and written, and the exit code is that of the signal."""
+"""Signals: what was decoded by then is told and written, and the exit code is that of the signal. Standard streams
+that are closed, full, or read by nobody."""
 
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -90,20 +95,14 @@ def test_how_a_drafter_reads_is_said_in_words(taps, said):
 def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(
     target_path, drafter_path, tmp_path, monkeypatch, capsys
 ):
-    typed = iter(["The quick", "/rest", "/reset", "What is"])
+    typed = ["The quick", "", "brown fox", "/rest", "/reset", "What is"]
     seen = []
     original = chat.encode_chat
     monkeypatch.setattr(
         chat, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
     )
 
-    def type_a_line(_):
-        line = next(typed, None)
-        if line is None:
-            raise KeyboardInterrupt
-        return line
-
-    monkeypatch.setattr("builtins.input", type_a_line)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=[*typed, KeyboardInterrupt]))
     in_round(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--target", str(target_path), "--draft", str(drafter_path), "--chat", "--max-new-tokens", "12",
@@ -112,8 +111,10 @@ def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(
     assert stopped.value.code == 130
     assert out.startswith("chat with ")
     assert "there is no /rest: /reset begins a new conversation" in out
-    assert [[m["content"] for m in messages] for messages in seen] == [["The quick"], ["What is"]]
-    assert [row.finish for row in read_trace(tmp_path / "t").rows] == ["abort", "length"]
+    first, second, third = ([(m["role"], m["content"]) for m in messages] for messages in seen)
+    assert (first, third) == ([("user", "The quick")], [("user", "What is")])
+    assert [second[0], second[2]] == [*first, ("user", "brown fox")]  # and the answer between them
+    assert [row.finish for row in read_trace(tmp_path / "t").rows] == ["abort", "length", "length"]
 
 
 def test_any_command_cleans_up_after_sigterm(tmp_path, capsys):
@@ -130,3 +131,67 @@ def test_any_command_cleans_up_after_sigterm(tmp_path, capsys):
     assert (tmp_path / "cleaned").exists()
     assert capsys.readouterr().err == "terminated\n"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+# Standard streams
+
+HELP = f"{sys.executable} -m specdec --help"
+# A command that reads a line, prints a lot and writes a file.
+PROGRAM = """
+import sys
+from specdec.cli.errors import one_sentence_errors
+
+@one_sentence_errors
+def main():
+    with open(sys.argv[1], "w") as file:
+        print("shown " * 10_000)
+        try:
+            input()
+        except EOFError:
+            file.write("no line")
+main()
+"""
+
+
+def shell(line: str) -> subprocess.CompletedProcess:
+    return subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_behind_standard_output_is_one_sentence():
+    done = shell(f"{HELP} > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == "error: cannot write to standard output: No space left on device\n"
+
+
+TABLE = (
+    "from rich.table import Table; from specdec.cli.errors import one_sentence_errors; "
+    "from specdec.cli.terminal import console; t = Table(); [t.add_row('x' * 40) for _ in range(5000)]; "
+    "one_sentence_errors(lambda: console(80).print(t))()"
+)
+
+
+@pytest.mark.parametrize("command", [HELP, f'{sys.executable} -c "{TABLE}"'], ids=["help", "table"])
+def test_a_reader_that_went_away_is_no_error(command):
+    done = shell(f"({command}; echo $? >&2) | true")
+    assert done.stderr in ("0\n", "")  # empty where the shell itself was ended by the pipe
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_what_is_closed_is_empty_and_gets_into_no_file(closed, tmp_path):
+    (tmp_path / "p.py").write_text(PROGRAM)
+    stdin = "" if "<" in closed else "</dev/null"
+    done = shell(f"{sys.executable} {tmp_path / 'p.py'} {tmp_path / 'out'} {closed} {stdin}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out").read_text() == "no line"
+
+
+def test_what_the_system_refuses_is_one_sentence(capsys):
+    @one_sentence_errors
+    def main():
+        Path("/proc/self/mem-that-is-not").read_text()
+
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: cannot use /proc/self/mem-that-is-not: No such file or directory\n"

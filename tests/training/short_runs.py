@@ -91,6 +91,17 @@ def assert_same_weights(one: Trainer, other: Trainer) -> None:
         assert torch.equal(parameter, other.parameters[name]), name
 
 
+def assert_goes_on(begin: Callable[[Path], Trainer], cut: Path, step: int) -> None:
+    """A run that was cut goes on after `step` and ends as the uninterrupted one, with the same log."""
+    whole, resumed = begin(cut.parent / "whole"), begin(cut)
+    whole.train()
+    resumed.resume()
+    assert resumed.step == step
+    resumed.train()
+    assert_same_weights(whole, resumed)
+    assert logged(cut) == logged(cut.parent / "whole")
+
+
 def samples(count: int = 24, vocab: int = 17) -> list[Sample]:
     rng = np.random.default_rng(0)
     lengths = rng.integers(6, 14, count)

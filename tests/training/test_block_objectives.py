@@ -6,7 +6,7 @@ import pytest
 import short_runs
 import torch
 import torch.nn.functional as F
-from helpers import BLOCKS, PARALLEL, tiny_block, tiny_parallel, tiny_target
+from helpers import BLOCKS, DRAFTERS, PARALLEL, tiny_block, tiny_parallel, tiny_target
 from short_runs import LEARNT, TEXTS, check_resumed, packed_batch
 
 from specdec.drafters import dflash, unroll_block
@@ -76,26 +76,27 @@ def test_tokens_that_blocks_are_shown():
     assert found.since.tolist() == [[-2, -1, 0, 1], [-1, 0, 1, 2]]
 
 
-@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize("kind", [*BLOCKS, "eagle3", "eagle", "mtp-three-heads", "medusa-own-heads"])
 def test_pieces_and_recomputing_change_nothing(monkeypatch, kind):
-    """Of the loss and of every gradient, whose values test_published_losses.py holds."""
+    """Of the loss and of every gradient, whose values test_published_losses.py and test_objectives.py hold."""
     target = tiny_target()
-    drafter = tiny_block(target, **BLOCKS[kind])
+    drafter = DRAFTERS[kind](target)
     data = packed_batch(target, drafter)
-    objective = BlockObjective({"tokens": 0.1, "l1": 0.9}, gamma=3.0)
+    objective = BlockObjective({"tokens": 0.1, "l1": 0.9}, gamma=3.0) if kind in BLOCKS else Eagle3Objective(steps=3)
     learners = [p for p in drafter.parameters() if p.requires_grad]
     monkeypatch.setattr(losses, "LEAST_ROWS", 1)
     found = []
-    for pieces in (1 << 22, 1):
+    for pieces, scale in ((1 << 22, 1), (1, 7)):
         monkeypatch.setattr(losses, "PIECE", pieces)
         monkeypatch.setattr(unroll_block, "PIECE", min(pieces, 2))
-        for drafter.recompute in (False, True):
+        for drafter.recompute in (False, True) if "medusa" not in kind else (False,):
             loss, metrics = objective(drafter, **data)
-            found.append((loss.detach(), metrics, torch.autograd.grad(loss, learners)))
+            grads = torch.autograd.grad(scale * loss, learners, materialize_grads=True)
+            found.append((loss.detach(), metrics, [grad / scale for grad in grads]))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-5)
-    assert len(metrics["losses"]) == len(metrics["accuracy"]) == drafter.block
-    assert ("confidence_losses" in metrics) == (drafter.confidence is not None)
+    assert len(metrics["losses"]) == len(metrics["accuracy"]) == (drafter.block if kind in BLOCKS else 3)
+    assert ("confidence_losses" in metrics) == (kind == "dspark")
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark-rnn"])

@@ -85,22 +85,6 @@ def test_fp32_with_the_last_hidden_state_is_what_the_target_says(tmp_path, kind,
     torch.testing.assert_close(*(expected_tau(drafter, **f, steps=3) for f in features), rtol=1e-5, atol=0)
 
 
-def test_fp32_of_the_same_batches_is_exact(tmp_path):
-    """One batch, cached as it is trained on: bit for bit."""
-    of, texts = target(), [np.arange(k, k + 9, dtype=np.int32) % 17 for k in range(5)]
-    data = [Sample(ids, np.arange(9) > 2, number=k) for k, ids in enumerate(texts)]
-    writer(tmp_path, of=of, data=data, shard_tokens=1000).write()
-    drafter, opened = tiny_drafter(of, draft_vocab=8), FeatureCache(tmp_path)
-    batch = Batches(opened.samples, 60, 0).collate([0, 1, 2, 3, 4])
-    results = []
-    for way in (online_features, opened.features):
-        drafter.zero_grad()
-        loss, _ = Eagle3Objective(steps=3)(drafter, **way(of, batch, drafter.taps, nullcontext()))
-        loss.backward()
-        results.append([loss, *(p.grad for p in drafter.parameters())])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 @pytest.mark.parametrize(("store", "bits"), [("fp16", 11), ("bf16", 8), ("int8", 7)])
 def test_states_are_stored_to_their_precision(store, bits):
     """Floats: half a unit in the last of `bits` places of each value. int8: half of 1/127 of a row's largest value."""

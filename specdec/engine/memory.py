@@ -10,9 +10,9 @@ from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 from specdec.contracts import Drafter
+from specdec.engine.executor import buckets
 from specdec.engine.report import Reads
 from specdec.engine.round import Round
-from specdec.engine.static_batch import buckets
 from specdec.model.attention import shares_key_heads
 
 GIB = 2**30

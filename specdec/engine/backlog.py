@@ -13,7 +13,6 @@ from specdec.structs import Survivors
 
 ABSORBED = 32  # positions that the drafter absorbs at once
 MOST_PARTS = 256  # more parts are merged into one
-FEW_PARTS = 16  # up to this number, parts are checked each time that rows leave
 
 
 @dataclass
@@ -56,7 +55,7 @@ class Backlog:
 
     def __init__(self, rows: int):
         self.ids, self.count = list(range(rows)), rows  # ids: of the batch's rows; count: of the ids in use so far
-        self.parts, self.check = list[Part](), FEW_PARTS  # check: with so many parts, for those of no present row
+        self.parts: list[Part] = []
 
     def add(self, positions: Positions) -> None:
         """Store one more position of all rows. It counts for the rows of which n [B] is 1."""
@@ -80,30 +79,22 @@ class Backlog:
         """Drop all rows except these."""
         self._close()
         self.ids = kept.of(self.ids)
-        if len(self.parts) < self.check:
-            return
         # A server that never drafts would store the positions of rows that have left for long.
-        self.parts = self._present()
+        here = set(self.ids)
+        self.parts = [part for part in self.parts if not here.isdisjoint(part.ids)]
         if len(self.parts) > MOST_PARTS:
             self.parts = [Part(self.ids, [self.padded()])]
-        self.check = max(FEW_PARTS, 2 * len(self.parts))
 
     def _close(self) -> None:
         if self.parts:
             self.parts[-1].open = False
-
-    def _present(self) -> list[Part]:
-        """Return the parts of which some row is still in the batch."""
-        here = set(self.ids)
-        return [part for part in self.parts if not here.isdisjoint(part.ids)]
 
     def padded(self) -> Positions:
         """Return all positions as those of one round with the batch's rows. This waits for the device."""
         some = self.parts[0].rounds[0]
         n = torch.zeros(len(self.ids), dtype=torch.int64, device=some.tokens.device)
         place_of = {id_: place for place, id_ in enumerate(self.ids)}
-        parts = self._present()
-        found = [part.index(place_of) for part in parts]
+        found = [part.index(place_of) for part in self.parts]
         starts = []
         for places, _, count in found:
             starts.append(n[places])
@@ -112,7 +103,7 @@ class Backlog:
         # Positions that do not count go to an extra last place, which is cut off.
         tokens = some.tokens.new_zeros(len(self.ids), width + 1)
         feats = None if some.feats is None else some.feats.new_zeros(*tokens.shape, some.feats.shape[-1])
-        for part, (places, rows, count), start in zip(parts, found, starts, strict=True):
+        for part, (places, rows, count), start in zip(self.parts, found, starts, strict=True):
             part_feats, part_tokens = part.joined()
             at = torch.arange(part_tokens.shape[1], device=n.device)
             to = places[:, None], torch.where(at < count[:, None], start[:, None] + at, width)

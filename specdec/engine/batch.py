@@ -69,7 +69,7 @@ class Batch:
         self.price = 0.0 if widths else PRICE if compact else float("inf")
         self.tensors = BatchTensors(round_, rows, room, executor.fixed)
         self.cache, self.device = self.tensors.cache, round_.target.device
-        self.graphs: dict[tuple, Graph] = {}  # captured rounds by bucket, kind, number of EOS ids, reads and levels
+        self.graphs: dict[tuple, Graph] = {}  # captured rounds by bucket, kind of settings, reads and levels
         self.reads = Reads.LOGITS  # what is read of rounds
         self.begin(clock, adaptive)
 
@@ -115,7 +115,7 @@ class Batch:
         self.decoding = len(self.going())
         self.clock.mark("prefill")
         # The next round is known, and to compile it may take long.
-        if self.executor.fixed and self.executor.any_bound and self.controller is None and not self.tensors.masks:
+        if self._replays() and self.executor.any_bound and self.controller is None:
             self._graph(self.room, None)
 
     def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
@@ -140,8 +140,8 @@ class Batch:
 
     def _take(self, settings: RoundSettings) -> None:
         """Play the next rounds with these settings of all rows."""
-        self.tensors.take(settings, self.sequences)
-        self.tensors.forget_settings(self.graphs)
+        self.tensors.take(settings)
+        self.tensors.forget_settings({kind for _, kind, _, _ in self.graphs})
 
     def _use(self, sequences: list[Sequence]) -> None:
         """Hold these sequences, in as many rows as rounds may have."""
@@ -191,15 +191,19 @@ class Batch:
         if self.controller is not None:
             levels, state = self.controller.begin(self.sequences, tensors.state, max_len)
             tensors.store(tensors.root, state)
-        if self.executor.fixed and not tensors.masks:
+        if self._replays():
             report = self._replay(min(max_len, self.room), levels)
             self.clock.mark("round")
-        else:  # masks come from the host, so such rounds are not captured
+        else:
             report = EAGER.capture(self._eager_round(levels), (), max_len)(max_len)
         report.rows, report.sampling, report.clock = self.sequences, tensors.settings.sampling, self.clock
         if self.controller is not None:
             self.controller.played(report)
         return report
+
+    def _replays(self) -> bool:
+        """Whether the next round is captured. Masks of grammars come from the host, so rounds with masks are eager."""
+        return self.executor.fixed and not self.tensors.settings.masks
 
     def _shed(self, over: list[bool]) -> None:
         """Drop rows that are over if a smaller number of rows fits and they have been carried for long enough."""
@@ -220,7 +224,7 @@ class Batch:
         """Return the next round, of no more levels than its rows need."""
         tensors, settings = self.tensors, self.tensors.settings
         if self.executor.fixed:
-            return self._round(replace(settings, masks=tensors.masks, clock=self.clock), planned, planned)
+            return self._round(replace(settings, clock=self.clock), planned, planned)
         proposed = self.round.proposed(tensors.state) if self.abstain and planned != 0 else None
         bounds = [] if planned is None else [planned]
         if proposed is not None and not (self.overlap and self.device.type != "cpu"):  # there it would wait
@@ -241,7 +245,7 @@ class Batch:
             most: levels of the tree, 0 for a plain round; None for all.
             proposed: [B] levels for which the drafter has something to propose.
         """
-        tensors, eos, reads = self.tensors, self.tensors.eos, self.reads
+        tensors, reads = self.tensors, self.reads
         # Without a mask a single row's only position would take `max_len` for the exact length.
         inexact = self.executor.fixed or (self.overlap and (most == 0 or self.controller is not None))
         itself = tensors.itself if inexact else None
@@ -256,7 +260,7 @@ class Batch:
             played = tensors.root, tensors.state, self.cache, tensors.active, settings, itself, levels, most
             root, state, report = self.round.play(*played, self.controller)
             if self.overlap:
-                tensors.settle(eos, report.emission.tokens, report.emission.counts)
+                tensors.settle(settings.eos, report.emission.tokens, report.emission.counts)
             tensors.store(root, state)
             return report.only(reads)
 
@@ -274,15 +278,14 @@ class Batch:
 
     def _graph(self, bucket: int, levels: int | None) -> Graph:
         """Return the captured round for this bound and so many levels. Capture it if there is none."""
-        tensors, settings = self.tensors, self.tensors.settings
-        key = bucket, tensors.kind, tensors.eos.shape[1], self.reads, levels
+        tensors, key = self.tensors, (bucket, self.tensors.kind, self.reads, levels)
         if key not in self.graphs:
             if len(self.graphs) == MOST:
                 del self.graphs[next(iter(self.graphs))]
-                tensors.forget_settings(self.graphs)
+                tensors.forget_settings({kind for _, kind, _, _ in self.graphs})
+            settings = replace(tensors.settings, masks=None)
             replay = self.executor.capture(self._round(settings, levels, levels), tensors.changing(), bucket)
             # Only now, as the warm-up may have made some of it.
-            bindings = [settings, tensors.eos, *bindings_of(self.round)]
-            self.graphs[key], self.captured = Graph(replay, bindings), True
+            self.graphs[key], self.captured = Graph(replay, [settings, *bindings_of(self.round)]), True
             self.clock.mark("capture")
         return self.graphs[key]

@@ -27,27 +27,23 @@ class BatchTensors:
     def __init__(self, round_: Round, rows: int, room: int, fixed: bool):
         """Make room for `rows` rows of up to `room` tokens."""
         target, self.drafter, self.rows, self.fixed = round_.target, round_.drafter, rows, fixed
-        self.device, self.least_eos = target.device, len(target.eos)
+        self.device = device = target.device
         self.cache = target.new_cache(rows, round_.target_slots(room))
         self.draft_cache: KVCache | None = None
         self.draft_slots = round_.draft_slots(room)
         if self.drafter is not None:
             self.drafter.reset(rows, self.draft_slots)
             self.draft_cache = self.drafter.cache if fixed else None
-        device = self.device
         self.all_roots = torch.zeros(rows, dtype=torch.int64, device=device)
         self.all_active = torch.zeros(rows, dtype=torch.bool, device=device)
         self.all_left = torch.zeros(rows, dtype=torch.int64, device=device)
         self.all_ones = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
         self.all_states: DraftState | None = None
-        self.all_eos: dict[int, Tensor] = {}  # by E, [R,E]
         self.kinds: dict[tuple, RoundSettings] = {}  # by `kind`: settings whose tensors captured rounds read
         self.kind: tuple = ()
         self.settings: RoundSettings | None = None  # that rounds are played with
-        self.masks: Masks | None = None  # of grammars; captured rounds have none
         self.root: Tensor | None = None  # [W]
         self.state: DraftState | None = None
-        self.eos: Tensor | None = None  # [W,E] padded with -1
         self.clear()
 
     def clear(self) -> None:
@@ -136,7 +132,7 @@ class BatchTensors:
 
     def settle(self, eos: Tensor, tokens: Tensor, n: Tensor) -> None:
         """Update the progress after a round that emitted the first n [W] of tokens [W,P], by the rule of
-        `Sequence.add`. Changes `active` and `left` in place."""
+        `Sequence.add`. Changes `active` and `left` in place. eos: as in `RoundSettings`."""
         kept = torch.where(self.active, n.minimum(self.left), 0)
         place = torch.arange(tokens.shape[1], device=tokens.device)
         ends = (tokens[..., None] == eos[:, None]).any(-1) & (place < kept[:, None])
@@ -148,38 +144,23 @@ class BatchTensors:
 
     # Settings
 
-    def take(self, settings: RoundSettings, sequences: abc.Sequence[Sequence]) -> None:
-        """Take the settings and EOS ids of all rows."""
-        width = max((len(s.eos) for s in sequences), default=0)
-        padded = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]
-        eos = torch.tensor(padded, dtype=torch.int64, device=self.device).view(len(sequences), width)
-        self.masks = settings.masks
+    def take(self, settings: RoundSettings) -> None:
+        """Take the settings of all rows."""
         if not self.fixed:
-            self.settings, self.eos = settings, eos
+            self.settings = settings
             return
-        number = max(width, self.least_eos)  # few numbers of columns, as each needs captured rounds of its own
-        if number not in self.all_eos:
-            self.all_eos[number] = eos.new_full((self.rows, number), -1)
-        self.eos = self.all_eos[number][: len(eos)]
-        self.eos.fill_(-1)
-        self.eos[:, :width] = eos
         self.kind = (
-            len(eos), _program(settings.sampling), settings.penalties is not None, settings.logprobs, settings.likely,
-            settings.steps is not None,
+            *settings.eos.shape, _program(settings.sampling), settings.penalties is not None, settings.logprobs,
+            settings.likely, settings.steps is not None,
         )  # fmt: skip
-        kept = self.kinds.setdefault(self.kind, replace(settings, clock=SilentClock(), masks=None))
-        for name in ("sampling", "penalties", "noise", "steps"):
-            _refill(getattr(kept, name), getattr(settings, name))
-        self.settings = kept
+        self.settings = self.kinds.setdefault(self.kind, replace(settings, clock=SilentClock()))
+        self.settings.masks = settings.masks
+        for name in ("sampling", "penalties", "noise", "steps", "eos"):
+            _refill(getattr(self.settings, name), getattr(settings, name))
 
-    def forget_settings(self, keys: abc.Iterable[tuple]) -> None:
-        """Drop settings that are not in use and that no captured round reads. keys: `Batch.key` of captured rounds."""
-        kinds, numbers = {self.kind}, {self.eos.shape[1]}
-        for key in keys:
-            kinds.add(key[1])
-            numbers.add(key[2])
-        self.kinds = {kind: kept for kind, kept in self.kinds.items() if kind in kinds}
-        self.all_eos = {number: kept for number, kept in self.all_eos.items() if number in numbers}
+    def forget_settings(self, kinds: set[tuple]) -> None:
+        """Drop settings that are not in use, except these kinds, which captured rounds read."""
+        self.kinds = {kind: kept for kind, kept in self.kinds.items() if kind in kinds or kind == self.kind}
 
     def changing(self) -> list[Tensor]:
         """Return the tensors that a round changes and the next one reads."""
@@ -211,7 +192,7 @@ def settings_for(
 ) -> RoundSettings:
     """Return the settings of rounds with these rows, as the host knows their texts. table: the sampling of rows that
     draw is a table, also if all rows have the same."""
-    device, penalties, steps = round_.target.device, None, None
+    device, penalties, steps, width = round_.target.device, None, None, len(round_.target.eos)
     samplings, most = [s.sampling for s in sequences], round_.path - 1
     if any(sampling.penalised for sampling in samplings):
         prompts, outputs = [s.prompt for s in sequences], [s.tokens for s in sequences]
@@ -222,6 +203,8 @@ def settings_for(
         sampling = Sampling() if all(s.greedy for s in samplings) else SamplingBatch(samplings, device)
     else:
         sampling = settings_of(samplings, device)
+    width = max(width, *(len(s.eos) for s in sequences))
+    eos = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]
     return RoundSettings(
         sampling,
         round_.noise([s.seed for s in sequences]),
@@ -231,4 +214,5 @@ def settings_for(
         any(s.logprobs is not None for s in sequences),
         min(MOST_LIKELY, round_.target.vocab) if any(s.top for s in sequences) else 0,
         steps,
+        torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width),
     )

@@ -271,7 +271,7 @@ class Engine:
         if self.prefixes is not None:
             request = replace(request, prefixes=self.prefixes.budget)
         levels = 1 if self.adaptive is None else 1 + self.policy.steps
-        request = replace(request, records=len(widths) * levels)
+        request = replace(request, captures=len(widths) * levels)
         rows, room = request.batch, request.room
         self.room, clock = room, Clock(self.device)
         if self.graphs is None:

@@ -1,7 +1,7 @@
 """CUDA graphs of whole rounds: captured once for each shape, replayed without Python (docs/graphs.md).
 
-A round can be captured because it is a function of tensors. All that it needs on the host are shapes, and of those one
-alone changes: how many slots of the caches are read. That goes in steps (`executor.buckets`). Everything that a round
+A round can be captured because it is a function of tensors. On the host it needs shapes only, and one of them changes:
+the number of cache slots that attention reads. It grows in steps (`executor.buckets`). Everything that a round
 leaves to the next one lies in tensors that never move (`batch_tensors.BatchTensors`).
 """
 
@@ -97,14 +97,14 @@ class CudaGraphs:
 
 
 def _replay(graph: torch.cuda.CUDAGraph, made: Any, held: Any, bound: int) -> Any:
-    """Replay a graph, and give what its capture has made. held: lives as long as the graph."""
+    """Replay a graph, and return what its capture made. held: lives as long as the graph."""
     graph.replay()
     return made
 
 
 def obstacle(target, drafter: Drafter | None) -> str | None:
-    """Why rounds of these two cannot be captured, or None. Tree policies and verifiers always can: they keep nothing
-    and never wait for the device."""
+    """Return why rounds of these two cannot be captured, or None. Tree policies and verifiers always can: they have no
+    state and never wait for the device."""
     for part in (target, drafter):
         if part is not None and not part.capturable:
             name = type(part).__name__
@@ -113,16 +113,21 @@ def obstacle(target, drafter: Drafter | None) -> str | None:
 
 
 def widths_up_to(rows: int) -> list[int]:
-    """Numbers of rows for which rounds are recorded where sequences come and go: powers of two, and `rows` at last."""
+    """Return the numbers of rows of captured rounds where sequences join and leave: powers of two, and `rows`."""
     return [2**i for i in range((rows - 1).bit_length())] + [rows]
 
 
 def make_graphs(
     wanted: "bool | Executor | None", round_: Round, compiles: bool | str = False, adaptive: Policy | None = None
 ) -> "Graphs | None":
-    """The graphs of an engine. wanted: False for none; None for graphs if this is a GPU and nothing stands against
-    them; True, or a backend, for graphs or a ValueError that says why not. compiles: rounds are compiled,
-    with "aside" in another process, or a ValueError says why not. adaptive: chooses the trees of rounds."""
+    """Return the graphs of an engine, or None for eager rounds.
+
+    Args:
+        wanted: False for eager rounds; None for graphs on a GPU if target and drafter can be captured; True, or an
+            executor, for graphs or a ValueError with the reason.
+        compiles: compile rounds, with "aside" in another process, or raise a ValueError with the reason.
+        adaptive: chooses the trees of rounds.
+    """
     device, cuts = round_.target.device, adaptive is not None and adaptive.cuts
     if cuts and (compiles or wanted):
         raise ValueError(
@@ -143,7 +148,7 @@ def make_graphs(
 
 
 def compiling_backend(wanted: "bool | Executor | None", round_: Round, aside: bool) -> Executor:
-    """What compiles rounds on the target's device. On a GPU the compiled rounds are captured."""
+    """Return the executor that compiles rounds on the target's device. On a GPU it captures the compiled rounds."""
     device = round_.target.device
     if why := obstacle(round_.target, round_.drafter):
         raise ValueError(f"{why}; decode without compiling")

@@ -31,7 +31,7 @@ from specdec.structs import DraftTree, Sampling, SamplingBatch, Verifier
 
 @dataclass
 class RoundSettings:
-    """What rounds are played with beside the pieces themselves."""
+    """What rounds are played with, except the parts themselves."""
 
     sampling: Sampling | SamplingBatch
     noise: Noise
@@ -39,8 +39,9 @@ class RoundSettings:
     penalties: Penalties | None = None
     masks: Masks | None = None  # of grammars
     logprobs: bool = False  # compute those of the emitted tokens
-    likely: int = 0  # and so many of the likeliest tokens in the place of each
+    likely: int = 0  # and so many of the most likely tokens in the place of each
     steps: Tensor | None = None  # [B] levels of the tree that count for each row; None: all of them
+    eos: Tensor | None = None  # [B,E] EOS ids per row, padded with -1
 
     def shaped(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
         """logits [B,N,V] as tokens are drawn from them: with penalties, and as grammars allow."""

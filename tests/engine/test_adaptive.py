@@ -56,7 +56,6 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
 def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap, monkeypatch):
     """An idle server holds nothing."""
     monkeypatch.setattr("specdec.engine.backlog.MOST_PARTS", 1)
-    monkeypatch.setattr("specdec.engine.backlog.FEW_PARTS", 1)
     engine = Engine(target, DRAFTERS["eagle3"](target), Chain(2), adaptive=Fixed(0), overlap=overlap)
     engine.reserve(3, 16)
     controller, widest = engine.loop.batch.controller, 0

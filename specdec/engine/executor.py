@@ -79,7 +79,7 @@ def bindings_of(round_: Round) -> list:
     """Return what rounds read that does not belong to a batch: the next cache or `reset` freezes modules again, and a
     longer cache lets position tables grow."""
     modules = [m for part in (round_.target, round_.drafter) if part is not None for m in part.modules()]
-    frozen = [vars(m).get(name) for m in modules for name in ("parts", "frozen")]
+    frozen = [vars(m).get(name) for m in modules for name in ("parts", "frozen", "adds")]
     buffers = [x for m in modules for x in m.buffers(recurse=False)]
     return [frozen, buffers, round_.policy and dict(vars(round_.policy))]
 

@@ -31,7 +31,7 @@ from specdec.api import generate, load_drafter, load_target
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
 from specdec.drafters.formats import save_drafter
-from specdec.engine.fits import most_steps
+from specdec.engine.compatibility import most_steps
 from specdec.lab.output import write_json
 from specdec.text import clean, read_prompts
 from specdec.training.data import Message, Record, read_records

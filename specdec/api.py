@@ -13,8 +13,8 @@ from specdec.adaptive import Policy
 from specdec.calibrate import Crowd, adaptive_engine
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
+from specdec.engine.compatibility import most_steps
 from specdec.engine.engine import Engine, Result
-from specdec.engine.fits import most_steps
 from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.traces import acceptance_by_depth, tau

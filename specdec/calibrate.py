@@ -21,8 +21,8 @@ from specdec.adaptive.estimators import make_estimator
 from specdec.auto import BUSY, add_rows, identity, step_seconds
 from specdec.cli.files import Kept
 from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.compatibility import over_block
 from specdec.engine.engine import Engine
-from specdec.engine.fits import over_block
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.report import Reads
 from specdec.trees.optimal import most_nodes, optimal_paths

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from specdec.engine.compiled.backend import CompiledRounds
 from specdec.engine.compiled.record import record
+from specdec.engine.executor import restored
 from specdec.engine.graphs import WARM_UPS
 
 # Their results, or the shapes of these, must be known on the host.
@@ -102,10 +103,9 @@ def lend(call: tuple) -> tuple:
 
 
 class Tape:
-    """A `graphs.Backend` for tests."""
+    """An executor for tests."""
 
-    any_bound = False
-    late = True
+    fixed, any_bound, late = True, False, True
 
     def __init__(self):
         self.captures, self.replays = 0, 0
@@ -114,16 +114,11 @@ class Tape:
         pass
 
     def capture(self, run, kept, bound):
-        before = [x.clone() for x in kept]
-        for _ in range(WARM_UPS):
-            run(bound)
-        for x, old in zip(kept, before, strict=True):
-            x.copy_(old)
-        with NoHostSync():
+        with restored(kept):
+            for _ in range(WARM_UPS):
+                run(bound)
+        with restored(kept), NoHostSync():  # a capture only records: what running did is undone
             noted = record(run, bound)
-        # A capture only records: what running did is undone.
-        for x, old in zip(kept, before, strict=True):
-            x.copy_(old)
         self.captures += 1
         made, calls = noted.made, let_go([tuple(vars(call).values()) for call in noted.calls])
 
@@ -137,7 +132,7 @@ class Tape:
 
 
 class Interpreted(CompiledRounds):
-    """A `graphs.Backend` for tests: the graphs that would be compiled, which torch runs operator by operator. Weights
+    """An executor for tests: the graphs that would be compiled, which torch runs operator by operator. Weights
     must not be packed (`cpu_linear.pack`): packed ones are inputs of operators of `native.cpp` only."""
 
     def __init__(self):

@@ -1,15 +1,16 @@
 """The rows that rounds compute. Sequences join a batch, and rows whose sequence has ended are dropped from it.
 
-Compacting a batch moves what is kept of its last rows to the places of those that have ended (`Survivors`). That costs
-a part of a round. Whether it pays depends on when the other rows end, which nobody knows. The rule is therefore the
+Compacting a batch moves the contents of its last rows to the places of those that have ended (`Survivors`). That costs
+a part of a round. Whether it pays depends on when the other rows end, which is unknown. The rule is therefore the
 online one of Dooly, Goldman and Scott ("TCP dynamic acknowledgment delay", STOC 1998): carry ended rows until that has
 cost as much as compacting would. It costs at most about twice as much as the best choice in hindsight.
 
-The rule counts rounds and not seconds, so a run can be repeated. It takes a row's end into account one round late, as a
-loop must that reads rounds late (`overlap.Loop`). So both loops drop the same rows before the same rounds.
+The rule counts rounds and not seconds, so a run can be repeated. It takes a row's end into account one round late, as
+a loop must that reads rounds late (`loop.Loop`). So both loops drop the same rows before the same rounds.
 """
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,60 +18,26 @@ from torch import Tensor
 
 from specdec.adaptive import Policy
 from specdec.contracts import DraftState
-from specdec.engine.clock import Clock
-from specdec.engine.guide import Guide
+from specdec.engine.batch_tensors import BatchTensors, settings_for
+from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.controller import Controller
+from specdec.engine.executor import EAGER, Executor, Graph, bindings_of, buckets, copied
 from specdec.engine.prefill import Reading
-from specdec.engine.report import Reads
-from specdec.engine.round import Round, RoundOutput, RoundSettings
-from specdec.engine.sequence import MOST_LIKELY, Masks, Sequence
-from specdec.sampling.filters import settings_of
-from specdec.sampling.penalties import Penalties
-from specdec.structs import Sampling, SamplingBatch, Survivors
+from specdec.engine.report import Reads, RoundReport
+from specdec.engine.round import Round, RoundSettings
+from specdec.engine.sequence import Sequence
+from specdec.structs import Survivors
 
 PRICE = 0.25  # Cost of compacting a batch, in rounds; measured 0.2 to 0.07 of a plain round of 4 to 32 rows.
-
-
-def eos_of(sequences: abc.Sequence[Sequence], device: torch.device) -> Tensor:
-    """[B,E] the `eos` ids of these rows; who has fewer than another has -1, which is no token, in the other places."""
-    width = max((len(s.eos) for s in sequences), default=0)
-    eos = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]
-    return torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width)
-
-
-class Progress:
-    """How far the rows are, on the device. It ends a row by the rule of `Sequence.add`."""
-
-    def __init__(self, sequences: abc.Sequence[Sequence], device: torch.device):
-        self.eos = eos_of(sequences, device)
-        self.active = torch.tensor([s.finish is None for s in sequences], device=device)  # [B] which still decode
-        self.left = torch.tensor([s.left for s in sequences], device=device)  # [B] how many tokens each may add
-
-    def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only."""
-        self.active, self.left, self.eos = self.active[index], self.left[index], self.eos[index]
-
-    def settle(self, tokens: Tensor, n: Tensor) -> None:
-        """A round emitted the first n [B] of tokens [B,P]. Changes both tensors in place."""
-        kept = torch.where(self.active, n.minimum(self.left), 0)
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        ends = (tokens[..., None] == self.eos[:, None]).any(-1) & (place < kept[:, None])
-        self.left -= kept
-        self.active &= ~ends.any(1) & (self.left > 0)
-
-
-def penalties_of(sequences: abc.Sequence[Sequence], vocab: int, device: torch.device) -> Penalties | None:
-    """The penalties of these rows as the host knows their texts; None if no row has any."""
-    samplings = [s.sampling for s in sequences]
-    if not any(sampling.penalised for sampling in samplings):
-        return None
-    return Penalties(samplings, [s.prompt for s in sequences], vocab, device, [s.tokens for s in sequences])
+MOST = 256  # captured rounds of one batch; the oldest goes first
+VACANT = "vacant"
 
 
 class Batch:
     """What rounds work on, and what one round leaves to the next.
 
     Row b holds `sequences[b]`. Rows whose sequence has ended stay until they are dropped; then the last rows take their
-    places. New sequences join behind the others.
+    places. New sequences join after the others. Captured rounds have one of a few widths: the last rows may be vacant.
     """
 
     def __init__(
@@ -78,206 +45,247 @@ class Batch:
         round_: Round,
         rows: int,
         room: int,
-        clock: Clock,
+        clock: Clock | SilentClock,
+        executor: Executor = EAGER,
+        widths: abc.Sequence[int] | None = None,
         *,
         overlap: bool = False,
         compact: bool = True,
         abstain: bool = True,
         adaptive: Policy | None = None,
     ):
-        """Make room for `rows` sequences of up to `room` tokens. overlap: rounds are launched before the last one is
-        read, so the device ends rows by itself. compact: drop rows that have ended. abstain: draft no more levels than
-        the drafter has something to propose for. adaptive: chooses the trees of rounds."""
-        self.round, self.rows, self.room = round_, rows, room
-        self.overlap, self.compact, self.abstain = overlap, compact, abstain
-        self.clock = clock
-        self.cache = round_.target.new_cache(rows, round_.target_slots(room)).clear(0)
-        if round_.drafter is not None:
-            round_.drafter.reset(rows, round_.draft_slots(room))
-        self.guide = Guide(adaptive, round_.drafter) if adaptive is not None else None
-        self.sequences: list[Sequence] = []
-        self.root: Tensor | None = None  # [B]
-        self.state: DraftState | None = None
-        self.progress: Progress | None = None
-        self.settings: RoundSettings | None = None
-        self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
-        self.known_going = 0  # rows that `progress.active` lets go on; without overlap the host keeps it so
-        self.reads = Reads.LOGITS  # what is read of rounds
-        self.captured = False  # a round was recorded in this step
-        self.reading: Reading | None = None  # reads long prompts in parts
+        """Make room for `rows` sequences of up to `room` tokens.
 
-    @property
-    def device(self) -> torch.device:
-        return self.cache.lens.device
+        Args:
+            widths: numbers of rows that rounds may have, ascending, the last is `rows`; None for any number.
+            overlap: rounds are launched before the last one is read, so the device ends rows by itself.
+            compact: drop rows that have ended. Rounds of given widths drop them as soon as a smaller width fits.
+            abstain: draft no more levels than the drafter has something to propose for.
+            adaptive: chooses the trees of rounds.
+        """
+        self.round, self.rows, self.room = round_, rows, room
+        self.executor, self.widths, self.buckets = executor, widths, buckets(room)
+        self.abstain, self.overlap = abstain and not executor.fixed, overlap or executor.fixed
+        self.price = 0.0 if widths else PRICE if compact else float("inf")
+        self.tensors = BatchTensors(round_, rows, room, executor.fixed)
+        self.cache, self.device = self.tensors.cache, round_.target.device
+        self.graphs: dict[tuple, Graph] = {}  # captured rounds by bucket, kind of settings, reads and levels
+        self.reads = Reads.LOGITS  # what is read of rounds
+        self.begin(clock, adaptive)
+
+    def begin(self, clock: Clock | SilentClock, adaptive: Policy | None = None, continuous: bool = False) -> None:
+        """Drop all sequences. continuous: sequences will join and leave while others decode."""
+        # Where sequences join captured rounds, there are two programs at least, and not one for each temperature.
+        self.clock, self.table = clock, continuous and self.executor.fixed
+        self.controller = None if adaptive is None else Controller(adaptive, self.round.drafter)
+        self.sequences: list[Sequence] = []
+        self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
+        self.decoding = 0  # rows that the device lets go on; without overlap the host keeps it so
+        self.captured = False  # a round was captured in this step
+        self.reading: Reading | None = None  # prefills long prompts in parts
+        self.tensors.clear()
 
     def going(self) -> list[Sequence]:
-        """Those that the host does not know to have ended."""
+        """Return the sequences that the host does not know to have ended."""
         return [s for s in self.sequences if s.finish is None]
 
     def free(self) -> int:
-        """How many sequences can join."""
+        """Return the number of sequences that can join."""
         return self.rows - len(self.going())
 
     # Joining and leaving: between rounds of which none is unread
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prefill sequences, no more than are free, and add to each its first token. This waits for the device."""
+        self.tensors.bound(max((s.committed for s in self.going()), default=0))
         self._drop([s.finish is not None for s in self.sequences])
+        first = len(self.sequences)
         try:
-            root, state, settings = self._prefill(sequences, len(self.sequences))
+            root, state, settings = self._prefill(sequences, first)
         except BaseException:
             self._undo_prefill()
             raise
-        self.root = root if self.root is None else torch.cat([self.root, root])
-        self.state = state if self.state is None else self.state.joined(state)
-        self.sequences = self.sequences + sequences
-        if self.guide is not None:
-            self.guide.joined(len(self.sequences) - len(sequences), len(sequences))
-        self._refresh(settings if len(self.sequences) == len(sequences) else self._settings(self.sequences))
+        self.tensors.join(root, state)
+        if self.controller is not None:
+            self.controller.joined(first, len(sequences))
+        self._use(self.sequences + sequences)
+        alone = len(self.sequences) == len(sequences)
+        self._take(settings if alone else self._settings(self.sequences))
+        self.tensors.refresh(self.sequences)
+        self.decoding = len(self.going())
         self.clock.mark("prefill")
+        # The next round is known, and to compile it may take long.
+        if self._replays() and self.executor.any_bound and self.controller is None:
+            self._graph(self.room, None)
 
     def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
-        """Also returns the settings of these rows alone, their first tokens counted."""
+        """Also return the settings of these rows alone, their first tokens counted."""
         settings = self._settings(sequences)
         prompts = [s.prompt for s in sequences]
-        root, state, told = self.round.prefill(prompts, self.cache, row, settings, self.guide, self.reading)
-        told = {name: x.tolist() for name, x in told.items()}
+        root, state, fields = self.round.prefill(prompts, self.cache, row, settings, self.controller, self.reading)
+        fields = {name: x.tolist() for name, x in fields.items()}
         for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
-            sequence.add([token], **{name: [x[i]] for name, x in told.items()})
+            sequence.add([token], **{name: x[i] for name, x in fields.items()})
         return root, state, settings
 
     def _undo_prefill(self) -> None:
-        """Take rows out of the caches that a prefill which failed has put there."""
-        drafter, known = self.round.drafter, Survivors([False] * len(self.sequences), self.device)
-        self.cache.compact(known)
-        if self.state is not None:
-            drafter.compact(known)
-        elif drafter is not None:
-            drafter.reset(self.rows, self.round.draft_slots(self.room))
+        """Remove the rows of a failed prefill from the caches."""
+        self.tensors.undo_prefill(len(self.sequences))
+        if self.sequences:
+            self._use(self.sequences)
+            self._take(self._settings(self.sequences))
 
     def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
-        return RoundSettings(
-            self._sampling(sequences),
-            self.round.noise([s.seed for s in sequences]),
-            self.clock,
-            penalties_of(sequences, self.round.target.config.vocab, self.device),
-            Masks(sequences) or None,
-            any(s.logprobs is not None for s in sequences),
-            min(MOST_LIKELY, self.round.target.vocab) if any(s.top for s in sequences) else 0,
-            self._steps(sequences),
-        )
+        return settings_for(self.round, sequences, self.clock, self.table)
 
-    def _sampling(self, sequences: abc.Sequence[Sequence]) -> Sampling | SamplingBatch:
-        return settings_of([s.sampling for s in sequences], self.device)
+    def _take(self, settings: RoundSettings) -> None:
+        """Play the next rounds with these settings of all rows."""
+        self.tensors.take(settings)
+        self.tensors.forget_settings({kind for _, kind, _, _ in self.graphs})
 
-    def _steps(self, sequences: abc.Sequence[Sequence]) -> Tensor | None:
-        """[B] how many levels count for each row; None if all do for all."""
-        if self.round.policy is None or all(s.steps is None for s in sequences):
+    def _use(self, sequences: list[Sequence]) -> None:
+        """Hold these sequences, in as many rows as rounds may have."""
+        width = self._width(len(sequences))
+        self.sequences = sequences + [Sequence([0], 1, finish=VACANT) for _ in range(width - len(sequences))]
+        self.tensors.use(width)
+
+    def _width(self, rows: int) -> int:
+        """Return the smallest number of rows that a round with so many sequences may have."""
+        return rows if self.widths is None else next(width for width in self.widths if width >= rows)
+
+    def _drop(self, over: list[bool]) -> Survivors | None:
+        """Drop the rows that are over. The last of the others take their places."""
+        if not any(over):
             return None
-        most = self.round.policy.steps
-        return torch.tensor([most if s.steps is None else min(s.steps, most) for s in sequences], device=self.device)
-
-    def _refresh(self, settings: RoundSettings) -> None:
-        """Take the settings of all rows, and make anew what else follows from what the host knows of them."""
-        self.settings, self.progress = settings, Progress(self.sequences, self.device)
-        self.known_going = len(self.going())
+        kept, self.carried = Survivors(over, self.device), 0.0
+        self.sequences = kept.of(self.sequences)
+        if self.controller is not None:
+            self.controller.compact(kept)
+        self.tensors.compact(kept)
+        return kept
 
     def stop(self) -> None:
-        """Let rows stand still that the host knows to have ended, and the device may not."""
-        if self.progress is not None:
-            going = [s.finish is None for s in self.sequences]
-            self.progress.active &= torch.tensor(going, dtype=torch.bool, device=self.device)
+        """Stop the rows that the host knows to have ended. The device may not know it."""
+        self.tensors.stop(self.sequences)
 
     def rest(self) -> None:
-        """Drop all rows, none of which decodes, and what was kept for them."""
+        """Drop all rows, none of which decodes, and what was stored for them."""
         self._drop([True] * len(self.sequences))
-        if self.guide is not None:
-            self.guide.forget()
+        if self.controller is not None:
+            self.controller.forget()
+        if not self.executor.fixed:
+            self.tensors.settings = None
 
     # Rounds
 
-    def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundOutput:
+    def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundReport:
         """Start the next round. No sequence that still decodes has committed more than `max_len` tokens; `ended` are
         those that have ended, as far as the decision to drop them may know."""
+        self.tensors.bound(max_len)
         if ended:
-            self._shed([s in ended for s in self.sequences])
-        if not self.overlap and (going := len(self.going())) != self.known_going:
-            self.known_going = going
+            self._shed([s in ended or s.finish == VACANT for s in self.sequences])
+        if not self.overlap and (going := len(self.going())) != self.decoding:
+            self.decoding = going
             self.stop()
-        self.cache.max_len = max_len
-        active = self.progress.active
-        planned = self._plan()
-        levels = self.round.proposed(self.state) if self.abstain and planned != 0 else None
-        most, asked = self._deepest(levels), self.settings.steps
-        if asked is not None:
-            levels = asked if levels is None else torch.minimum(levels, asked)
-            most = min(most, self._asked()) if most is not None else self._asked()
-        if planned is not None:
-            most = planned if most is None else min(planned, most)
-            levels = None if levels is None else levels.clamp(max=most)
-        itself = self._itself() if self.overlap and (most == 0 or self.guide is not None) else None
-        self.root, self.state, output = self.round.play(
-            self.root, self.state, self.cache, active, self.settings, itself, levels, most, self.guide
-        )
-        output.played = self.guide and self.guide.played
-        if self.overlap:
-            self.progress.settle(output.tokens, output.n)
-        return output.only(self.reads)
+        levels, tensors = None, self.tensors
+        if self.controller is not None:
+            levels, state = self.controller.begin(self.sequences, tensors.state, max_len)
+            tensors.store(tensors.root, state)
+        if self._replays():
+            report = self._replay(min(max_len, self.room), levels)
+            self.clock.mark("round")
+        else:
+            report = EAGER.capture(self._eager_round(levels), (), max_len)(max_len)
+        report.rows, report.sampling, report.clock = self.sequences, tensors.settings.sampling, self.clock
+        if self.controller is not None:
+            self.controller.played(report)
+        return report
 
-    def _plan(self) -> int | None:
-        """How many levels an adaptive policy lets the drafter draft; None without one. Brings the drafter up to date if
-        it is to draft."""
-        if self.guide is None:
-            return None
-        planned = self.guide.begin(self.sequences)
-        if planned:
-            self.state = self.guide.absorb(self.state, self.cache.max_len)
-        return planned
+    def _replays(self) -> bool:
+        """Whether the next round is captured. Masks of grammars come from the host, so rounds with masks are eager."""
+        return self.executor.fixed and not self.tensors.settings.masks
 
-    def _deepest(self, levels: Tensor | None) -> int | None:
-        """The largest of levels [B] over the rows that still decode; None if it is not known without waiting: on a
-        GPU, while the last round runs."""
-        if levels is None or (self.overlap and self.device.type != "cpu"):
-            return None
-        return max((levels * self.progress.active).tolist())
-
-    def _asked(self) -> int:
-        """The most levels that a row which still decodes lets count."""
-        most = self.round.policy.steps
-        return max((most if s.steps is None else min(s.steps, most) for s in self.going()), default=0)
-
-    def _itself(self) -> Tensor:
-        """What a plain round's positions see of themselves, where the host knows only a bound of a row's length."""
-        return torch.ones(len(self.sequences), 1, 1, dtype=torch.bool, device=self.device)
-
-    def _shed(self, ended: list[bool]) -> None:
-        """Drop rows that have ended if they have been carried for long enough."""
-        if not self.compact or not any(ended):
+    def _shed(self, over: list[bool]) -> None:
+        """Drop rows that are over if a smaller number of rows fits and they have been carried for long enough."""
+        count = sum(over)
+        if self._width(len(over) - count) == len(over):
             return
-        self.carried += sum(ended) / len(ended)
-        if self.carried >= PRICE:
-            self._drop(ended)
-
-    def _drop(self, ended: list[bool]) -> None:
-        if not any(ended):
+        self.carried += count / len(over)
+        if self.carried < self.price:
             return
-        kept = Survivors(ended, self.device)
-        self.carried = 0.0
-        self.sequences, index = kept.of(self.sequences), kept.index
-        self.root = self.root[index]
-        self.cache.compact(kept)
-        if self.state is not None:
-            self.state = self.state.compact(index)
-            self.round.drafter.compact(kept)
-        if self.guide is not None:
-            self.guide.compact(kept)
-        self.progress.compact(index)
-        self.settings.noise.compact(index)
-        penalties = self.settings.penalties
-        if penalties is not None:
-            penalties.compact(index)
-        if self.sequences:
-            settings = replace(
-                self.settings, sampling=self._sampling(self.sequences), masks=Masks(self.sequences) or None
-            )
-            self.settings = replace(settings, steps=self._steps(self.sequences))
+        penalties = self.tensors.settings.penalties
+        kept = self._drop(over)
+        self._use(self.sequences)
+        self._take(self._settings(self.sequences))
+        if penalties is not None and self.tensors.settings.penalties is not None:  # of rounds too that are not read yet
+            self.tensors.settings.penalties.counts[: kept.count] = penalties.counts[kept.index]
+
+    def _eager_round(self, planned: int | None) -> Callable[[int], RoundReport]:
+        """Return the next round, of no more levels than its rows need."""
+        tensors, settings = self.tensors, self.tensors.settings
+        if self.executor.fixed:
+            return self._round(replace(settings, clock=self.clock), planned, planned)
+        proposed = self.round.proposed(tensors.state) if self.abstain and planned != 0 else None
+        bounds = [] if planned is None else [planned]
+        if proposed is not None and not (self.overlap and self.device.type != "cpu"):  # there it would wait
+            bounds.append(max((proposed * tensors.active).tolist()))
+        if settings.steps is not None:
+            most = self.round.policy.steps
+            asked = (most if s.steps is None else min(s.steps, most) for s in self.going())
+            bounds.append(max(asked, default=0))
+        return self._round(settings, planned, min(bounds, default=None), proposed)
+
+    def _round(
+        self, settings: RoundSettings, planned: int | None, most: int | None, proposed: Tensor | None = None
+    ) -> Callable[[int], RoundReport]:
+        """Return a round as a function of a bound of the committed length.
+
+        Args:
+            planned: levels that an adaptive policy has chosen.
+            most: levels of the tree, 0 for a plain round; None for all.
+            proposed: [B] levels for which the drafter has something to propose.
+        """
+        tensors, reads = self.tensors, self.reads
+        # Without a mask a single row's only position would take `max_len` for the exact length.
+        inexact = self.executor.fixed or (self.overlap and (most == 0 or self.controller is not None))
+        itself = tensors.itself if inexact else None
+
+        def run(bound: int) -> RoundReport:
+            tensors.bound(bound)
+            levels = settings.steps
+            if proposed is not None:
+                levels = proposed if levels is None else torch.minimum(proposed, levels)
+            if levels is not None and planned is not None:
+                levels = levels.clamp(max=planned)
+            played = tensors.root, tensors.state, self.cache, tensors.active, settings, itself, levels, most
+            root, state, report = self.round.play(*played, self.controller)
+            if self.overlap:
+                tensors.settle(settings.eos, report.emission.tokens, report.emission.counts)
+            tensors.store(root, state)
+            return report.only(reads)
+
+        return run
+
+    def _replay(self, bound: int, levels: int | None) -> RoundReport:
+        any_bound = self.executor.any_bound
+        bucket = self.room if any_bound else next(size for size in self.buckets if size >= bound)
+        graph = self._graph(bucket, levels)
+        report = graph.replay(bound)
+        if self.controller is not None and graph.launched and not report.launched:
+            self.controller.policy.changed(len(self.sequences), levels)
+        graph.launched = report.launched
+        return report if any_bound else copied(report)
+
+    def _graph(self, bucket: int, levels: int | None) -> Graph:
+        """Return the captured round for this bound and so many levels. Capture it if there is none."""
+        tensors, key = self.tensors, (bucket, self.tensors.kind, self.reads, levels)
+        if key not in self.graphs:
+            if len(self.graphs) == MOST:
+                del self.graphs[next(iter(self.graphs))]
+                tensors.forget_settings({kind for _, kind, _, _ in self.graphs})
+            settings = replace(tensors.settings, masks=None)
+            replay = self.executor.capture(self._round(settings, levels, levels), tensors.changing(), bucket)
+            # Only now, as the warm-up may have made some of it.
+            self.graphs[key], self.captured = Graph(replay, [settings, *bindings_of(self.round)]), True
+            self.clock.mark("capture")
+        return self.graphs[key]

@@ -62,7 +62,7 @@ class Clock:
 
 
 class SilentClock:
-    """A clock that notes nothing, for rounds that are recorded: a mark is no part of them."""
+    """A clock without marks, for captured rounds: a replay does not run a mark."""
 
     def mark(self, part: str) -> None:
         pass

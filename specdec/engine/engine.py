@@ -1,4 +1,4 @@
-"""The engine: sequences are added, every step plays a round, and what came of it is reported."""
+"""The engine: sequences are added, every step plays a round, and returns its record."""
 
 import time
 from collections import abc
@@ -11,9 +11,10 @@ from specdec.adaptive import Policy
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
-from specdec.engine.graphs import Backend, make_graphs, widths_up_to
+from specdec.engine.executor import Executor
+from specdec.engine.graphs import make_graphs, widths_up_to
+from specdec.engine.loop import Loop
 from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
-from specdec.engine.overlap import Loop
 from specdec.engine.prefill import Reading
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.report import Observer, Reads, RoundReport, reads_of
@@ -47,13 +48,13 @@ class Engine:
     soon as a row is free, each `step` plays a round of all that have joined, and `abort` ends one early.
     A drafter remembers the rows, so it serves one engine at a time: whoever reserves or generates next takes it over.
 
-    Everything between two readings of emitted tokens stays on the device. `graphs` records whole rounds and replays
-    them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or a backend insists on it.
-    `compile` lets Inductor make one function of a round, on a GPU before it is recorded (docs/compile.md); "aside" does
-    so in another process, and rounds are launched until their function is there.
+    Everything between two readings of emitted tokens stays on the device. `graphs` captures whole rounds and replays
+    them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or an executor insists.
+    `compile` lets Inductor make one function of a round, on a GPU before it is captured (docs/compile.md); "aside" does
+    so in another process, and rounds are eager until their function is ready.
     `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
-    that have ended (`batch.Batch`); False carries them, as `generate` does where rounds are recorded.
-    `abstain` drafts no more than a drafter has to propose (`DraftState.levels`), which recorded rounds do not heed.
+    that have ended (`batch.Batch`); False carries them, as `generate` does where rounds are captured.
+    `abstain` drafts no more than a drafter has to propose (`DraftState.levels`). Captured rounds ignore it.
     `adaptive` chooses the tree of every round, no larger than the policy's, by the load (docs/adaptive.md).
     `prefixes`: bytes for what is kept of prompts from one call to the next, so that one which begins like another is
     read from where it differs, as long as the target stays as it is. One with recurrent layers keeps nothing.
@@ -67,7 +68,7 @@ class Engine:
         verifier: Verifier = sample_and_match,
         *,
         children: str | None = None,
-        graphs: bool | Backend | None = None,
+        graphs: bool | Executor | None = None,
         compile: bool | str = False,
         overlap: bool | None = None,
         compact: bool = True,
@@ -105,7 +106,7 @@ class Engine:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
         request = Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part)
-        self._reserve(request, widths_up_to(rows) if self.compact else [rows], crowd=True)
+        self._reserve(request, widths_up_to(rows) if self.compact else [rows], continuous=True)
         self.seed, self.added = seed, 0
 
     def add(
@@ -189,21 +190,21 @@ class Engine:
     def _admit(self) -> RoundReport:
         batch, reading = self.loop.batch, self.loop.batch.reading
         joining = self.waiting[: batch.free()]
-        crowd = len(joining) > 1
+        several = len(joining) > 1
         if reading is not None:
-            if reading.wants(joining[0], crowd):
+            if reading.wants(joining[0], several):
                 self.read_part = True
                 reading.read(joining[0])
                 batch.clock.mark("prefill")
-                if reading.wants(joining[0], crowd):
-                    return RoundReport([], [], [], Sampling(), batch.clock, prefill=True)
-            alone = next((place for place, s in enumerate(joining) if reading.apart(s, crowd)), len(joining))
+                if reading.wants(joining[0], several):
+                    return RoundReport(clock=batch.clock, prefill=True)
+            alone = next((place for place, s in enumerate(joining) if reading.apart(s, several)), len(joining))
             joining = joining[: max(alone, 1)]  # one whose prompt was read apart joins alone
         self.loop.admit(joining)
         self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on
         emitted = [sequence.tokens[:] for sequence in joining]
         sampling = settings_of([sequence.sampling for sequence in joining], self.device)
-        return RoundReport(joining, emitted, [0] * len(joining), sampling, batch.clock, prefill=True)
+        return RoundReport(joining, sampling, batch.clock, True, emitted=emitted, accepted=[0] * len(joining))
 
     @torch.inference_mode()
     def generate(
@@ -250,7 +251,7 @@ class Engine:
             penalised=any(row.sampling.penalised for row in rows),
             reads=reads_of(observer),
         )
-        self._reserve(request, [len(rows)])  # as they become fewer, others would be recorded again and again
+        self._reserve(request, [len(rows)])  # fewer rows would need captures of their own
         self.waiting, clock, prefill_seconds = list(rows), self.loop.batch.clock, 0.0
         try:
             while (report := self._step()) is not None:
@@ -264,13 +265,13 @@ class Engine:
             self._clear()
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
 
-    def _reserve(self, request: Request, widths: list[int], crowd: bool = False) -> None:
-        """widths: numbers of rows that rounds are recorded for, if they are. crowd: sequences will come and go."""
+    def _reserve(self, request: Request, widths: list[int], continuous: bool = False) -> None:
+        """widths: numbers of rows that rounds are captured for, if they are. continuous: sequences join and leave."""
         self._clear()  # before memory is taken
         if self.prefixes is not None:
             request = replace(request, prefixes=self.prefixes.budget)
         levels = 1 if self.adaptive is None else 1 + self.policy.steps
-        request = replace(request, records=len(widths) * levels)
+        request = replace(request, captures=len(widths) * levels)
         rows, room = request.batch, request.room
         self.room, clock = room, Clock(self.device)
         if self.graphs is None:
@@ -280,7 +281,7 @@ class Engine:
         else:
             room = self.graphs.room_for(widths, room)
             self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
-            batch = self.graphs.begin(widths, room, clock, self.adaptive, crowd)
+            batch = self.graphs.begin(widths, room, clock, self.adaptive, continuous)
         batch.reads, batch.reading = request.reads, None
         if (request.part or self.prefixes) and self.target.reads_on:
             batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part or room, self.prefixes)

@@ -1,8 +1,8 @@
 """CUDA graphs of whole rounds: captured once for each shape, replayed without Python (docs/graphs.md).
 
-A round can be captured because it is a function of tensors. All that it needs on the host are shapes, and of those one
-alone changes: how many slots of the caches are read. That goes in steps (`static_batch.buckets`). Everything a round
-keeps for the next one lies in tensors that never move (`static_batch.StaticBatch`).
+A round can be captured because it is a function of tensors. On the host it needs shapes only, and one of them changes:
+the number of cache slots that attention reads. It grows in steps (`executor.buckets`). Everything that a round
+leaves to the next one lies in tensors that never move (`batch_tensors.BatchTensors`).
 """
 
 from collections import abc
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from specdec.adaptive import Policy
 from specdec.contracts import Drafter
+from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.compiled.backend import CompiledRounds, compiled_run
 from specdec.engine.compiled.build import compile_now
+from specdec.engine.executor import STEP, Executor, restored
 from specdec.engine.round import Round
-from specdec.engine.static_batch import STEP, Backend, StaticBatch
 from specdec.ops import backends
 
 ROOMS = [1024 * 4**k for k in range(16)]  # where a graph serves all bounds: few, as each room has a graph of its own
@@ -51,11 +52,10 @@ def own_workspaces() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """Graphs of one engine, in one memory pool: they never run at the same time, and what a round leaves in the pool is
-    copied out before the next."""
+    """The executor of CUDA graphs, all in one memory pool: they never run at the same time, and what a round leaves in
+    the pool is copied out before the next one starts."""
 
-    any_bound = False
-    late = True
+    fixed, any_bound, late = True, False, True
 
     def __init__(self, device: torch.device, compiles: bool = False):
         """compiles: let Inductor compile a round before it is captured."""
@@ -85,28 +85,26 @@ class CudaGraphs:
         return partial(_replay, graph, made, run if self.compiles else None)
 
     def _warm_up(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> None:
-        """Run aside from the current stream, as torch asks for before a capture, and undo what that changed. What it
-        wrote into caches lies behind the committed slots, where it is void."""
-        before = [x.clone() for x in kept]
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            for _ in range(WARM_UPS):
-                run(bound)
-        current.wait_stream(self.stream)
-        for x, old in zip(kept, before, strict=True):
-            x.copy_(old)
+        """Run on the side stream, as torch requires before a capture, and undo what that changed. What it wrote into
+        caches lies after the committed slots, where it is void."""
+        with restored(kept):
+            current = torch.cuda.current_stream()
+            self.stream.wait_stream(current)
+            with torch.cuda.stream(self.stream):
+                for _ in range(WARM_UPS):
+                    run(bound)
+            current.wait_stream(self.stream)
 
 
 def _replay(graph: torch.cuda.CUDAGraph, made: Any, held: Any, bound: int) -> Any:
-    """Replay a graph, and give what its capture has made. held: lives as long as the graph."""
+    """Replay a graph, and return what its capture made. held: lives as long as the graph."""
     graph.replay()
     return made
 
 
 def obstacle(target, drafter: Drafter | None) -> str | None:
-    """Why rounds of these two cannot be captured, or None. Tree policies and verifiers always can: they keep nothing
-    and never wait for the device."""
+    """Return why rounds of these two cannot be captured, or None. Tree policies and verifiers always can: they have no
+    state and never wait for the device."""
     for part in (target, drafter):
         if part is not None and not part.capturable:
             name = type(part).__name__
@@ -115,16 +113,21 @@ def obstacle(target, drafter: Drafter | None) -> str | None:
 
 
 def widths_up_to(rows: int) -> list[int]:
-    """Numbers of rows for which rounds are recorded where sequences come and go: powers of two, and `rows` at last."""
+    """Return the numbers of rows of captured rounds where sequences join and leave: powers of two, and `rows`."""
     return [2**i for i in range((rows - 1).bit_length())] + [rows]
 
 
 def make_graphs(
-    wanted: "bool | Backend | None", round_: Round, compiles: bool | str = False, adaptive: Policy | None = None
+    wanted: "bool | Executor | None", round_: Round, compiles: bool | str = False, adaptive: Policy | None = None
 ) -> "Graphs | None":
-    """The graphs of an engine. wanted: False for none; None for graphs if this is a GPU and nothing stands against
-    them; True, or a backend, for graphs or a ValueError that says why not. compiles: rounds are compiled,
-    with "aside" in another process, or a ValueError says why not. adaptive: chooses the trees of rounds."""
+    """Return the graphs of an engine, or None for eager rounds.
+
+    Args:
+        wanted: False for eager rounds; None for graphs on a GPU if target and drafter can be captured; True, or an
+            executor, for graphs or a ValueError with the reason.
+        compiles: compile rounds, with "aside" in another process, or raise a ValueError with the reason.
+        adaptive: chooses the trees of rounds.
+    """
     device, cuts = round_.target.device, adaptive is not None and adaptive.cuts
     if cuts and (compiles or wanted):
         raise ValueError(
@@ -144,8 +147,8 @@ def make_graphs(
     return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted)
 
 
-def compiling_backend(wanted: "bool | Backend | None", round_: Round, aside: bool) -> Backend:
-    """What compiles rounds on the target's device. On a GPU the compiled rounds are captured."""
+def compiling_backend(wanted: "bool | Executor | None", round_: Round, aside: bool) -> Executor:
+    """Return the executor that compiles rounds on the target's device. On a GPU it captures the compiled rounds."""
     device = round_.target.device
     if why := obstacle(round_.target, round_.drafter):
         raise ValueError(f"{why}; decode without compiling")
@@ -161,19 +164,20 @@ def compiling_backend(wanted: "bool | Backend | None", round_: Round, aside: boo
 
 
 class Graphs:
-    """The batch of an engine whose rounds are recorded. It is kept from call to call, and made anew for another number
-    of rows, for longer texts than there was room for, and after weights have changed."""
+    """The batch of an engine whose rounds are captured. It outlives a call, and is made again for another number of
+    rows, for longer texts than there was room for, and after weights have changed."""
 
-    def __init__(self, round_: Round, backend: Backend):
+    def __init__(self, round_: Round, backend: Executor):
         self.round, self.backend = round_, backend
-        self.batch: StaticBatch | None = None
+        self.batch: Batch | None = None
+        self.signature: tuple = ()  # as of the batch
 
     def room_for(self, widths: list[int], room: int) -> int:
-        """For rows of up to `room` tokens: the room that the batch has which is kept, or, if there is none that fits,
-        the room to make one for. widths: numbers of rows that rounds are recorded for, ascending."""
+        """Return the room of the present batch if it suits rows of up to `room` tokens, or else the room of a new one.
+        widths: numbers of rows that rounds are captured for, ascending."""
         kept = self.batch
         if kept is not None:
-            if kept.widths == widths and kept.room >= room and kept.signature == self._signature():
+            if kept.widths == widths and kept.room >= room and self.signature == self._signature():
                 return kept.room
             self.batch = None
             self.backend.forget()
@@ -181,17 +185,17 @@ class Graphs:
         return max(room, min(-(-room // step) * step, self.round.target.config.context))
 
     def begin(
-        self, widths: list[int], room: int, clock: Clock, adaptive: Policy | None = None, crowd: bool = False
-    ) -> "StaticBatch":
-        """The batch, empty; `room` as `room_for` has told it, adaptive and crowd as for `StaticRows.begin`."""
+        self, widths: list[int], room: int, clock: Clock, adaptive: Policy | None = None, continuous: bool = False
+    ) -> Batch:
+        """Return the batch, empty; `room` as `room_for` returned it, adaptive and continuous as for `Batch.begin`."""
         if self.batch is None:
-            self.batch = StaticBatch(self.round, widths, room, self.backend, clock)
-            self.batch.signature = self._signature()
-        self.batch.begin(clock, adaptive, crowd)
+            self.batch = Batch(self.round, widths[-1], room, clock, self.backend, widths)
+            self.signature = self._signature()
+        self.batch.begin(clock, adaptive, continuous)
         return self.batch
 
     def finish(self) -> None:
-        """Wait until what is compiled in other processes is there."""
+        """Wait until all rounds are compiled that other processes compile."""
         workshop = getattr(self.backend, "workshop", None)
         if workshop is not None:
             workshop.finish()

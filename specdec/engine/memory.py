@@ -10,9 +10,9 @@ from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 from specdec.contracts import Drafter
+from specdec.engine.executor import buckets
 from specdec.engine.report import Reads
 from specdec.engine.round import Round
-from specdec.engine.static_batch import buckets
 from specdec.ops.attention import shares_key_heads
 
 GIB = 2**30
@@ -40,7 +40,7 @@ class Request:
     reads: Reads = Reads.TOKENS  # what is read of reports
     part: int = 0  # tokens of a prompt that are read at once; 0: all of them
     prefixes: int = 0  # bytes for what is kept of prompts
-    records: int = 1  # of rounds, for each bucket, where rounds are recorded: for several numbers of rows and levels
+    captures: int = 1  # captured rounds for each bucket: of several numbers of rows and levels
 
 
 @dataclass(frozen=True)
@@ -102,8 +102,8 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
         draft_cache=draft_cache,
         prefill=prefill,
         round=round_bytes,
-        graphs=round_bytes + request.records * len(buckets(request.room)) * read if graphs else 0,
-        # One for what is launched, one for what is captured (`graphs.own_workspaces`).
+        graphs=round_bytes + request.captures * len(buckets(request.room)) * read if graphs else 0,
+        # One for eager work, one for captured rounds (`graphs.own_workspaces`).
         libraries=cublas_workspace() * (2 if graphs else 1) if on_gpu else 0,
     )
 

@@ -41,17 +41,17 @@ class Reading:
         self.feats: list[Tensor] = []
         self.logits: Tensor | None = None
 
-    def apart(self, sequence: Sequence, crowd: bool) -> bool:
-        """Is its prompt read here: as it is longer than a part, or begins like one that was read before? crowd: others
-        could be read together with it, which is worth more than a small part of it."""
+    def apart(self, sequence: Sequence, several: bool) -> bool:
+        """Is its prompt read here: as it is longer than a part, or begins like one that was read before? several:
+        others could be read together with it, which is worth more than a small part of it."""
         if len(sequence.prompt) > self.most or self.sequence is sequence:
             return True
         found = self.prefixes and self.prefixes.find(sequence.prompt)
-        return bool(found) and (not crowd or 2 * found[1] >= len(sequence.prompt))
+        return bool(found) and (not several or 2 * found[1] >= len(sequence.prompt))
 
-    def wants(self, sequence: Sequence, crowd: bool) -> bool:
+    def wants(self, sequence: Sequence, several: bool) -> bool:
         """Is its prompt to be read here, and not read yet?"""
-        return self.logits is None if self.sequence is sequence else self.apart(sequence, crowd)
+        return self.logits is None if self.sequence is sequence else self.apart(sequence, several)
 
     def read(self, sequence: Sequence) -> None:
         """Read the next part of a prompt, its first one if another was read before."""

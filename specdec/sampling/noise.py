@@ -88,10 +88,6 @@ class Noise:
         self.rows = mix64(mix64(numbers[:, 0]) + (numbers[:, 1] + 1) * signed(GOLDEN))  # [B]
         self.hashes = hashes
 
-    def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only."""
-        self.rows = self.rows[index]
-
     def behind(self, root: Tensor, depths: int = 1) -> "RoundNoise":
         """root [B]: the position of the first token that is drawn, less one. depths: how many positions follow it."""
         return RoundNoise(self, root, depths)

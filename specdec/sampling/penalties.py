@@ -48,11 +48,6 @@ class Penalties:
         emitted = torch.arange(tokens.shape[1], device=tokens.device) < n[:, None]
         self.counts.scatter_add_(1, tokens, emitted.to(self.counts.dtype))
 
-    def compact(self, index: Tensor) -> None:
-        """Go on with the rows index [B'] only."""
-        for name, value in vars(self).items():
-            setattr(self, name, value[index])
-
     def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
         """logits [B,N,V] -> the same in fp32, penalised. Node i of the tree, whose root is output already, is held to
         what is output and to the tokens on its path behind the root; without a tree all N to what is output.

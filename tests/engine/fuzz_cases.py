@@ -18,8 +18,8 @@ from specdec.calibrate import assembled, sizes_of
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.layers import restrict
+from specdec.engine.compatibility import most_steps, over_block
 from specdec.engine.engine import Engine
-from specdec.engine.fits import most_steps, over_block
 from specdec.engine.sequence import Sequence
 from specdec.model.archs import ModelConfig
 from specdec.model.layers import round_weights

@@ -13,8 +13,8 @@ from specdec import calibrate
 from specdec.adaptive import Calibrated, Curve, Draft, Ema, Fixed, Outcome, Survival, Table, Told
 from specdec.adaptive.costed import FEW, FEW_PLAIN, PATIENCE, SELDOM, SHARE, STRETCH
 from specdec.adaptive.survival import BEGIN, FIRST
+from specdec.engine.controller import Controller
 from specdec.engine.engine import Engine
-from specdec.engine.guide import Guide
 from specdec.trees import Chain, DynamicTree
 
 
@@ -27,19 +27,21 @@ def target():
 def test_rows_that_come_and_go(target, kind, monkeypatch):
     """Rows join and leave while plain rounds hold positions for the drafter. Whether the drafter absorbs these at once
     or later changes neither the text nor what is accepted."""
-    traces, held, admit = [], set(), Guide.admit
+    traces, held, admit = [], set(), Controller.admit
 
     def watched(self, *given):
         state = admit(self, *given)
         held.add(self.joining is not None)
         return state
 
-    monkeypatch.setattr(Guide, "admit", watched)
+    monkeypatch.setattr(Controller, "admit", watched)
     for whole in (1, 32, None):  # positions absorbed at once; None: in each round
         if whole is None:
-            monkeypatch.setattr(Guide, "holds", property(lambda self: False, lambda self, value: None), raising=False)
+            monkeypatch.setattr(
+                Controller, "defers", property(lambda self: False, lambda self, value: None), raising=False
+            )
         else:
-            monkeypatch.setattr("specdec.engine.held.HOLD", whole)
+            monkeypatch.setattr("specdec.engine.backlog.ABSORBED", whole)
         policy = Restless(3)
         engine = Engine(target, DRAFTERS[kind](target), DynamicTree(3, 3, 9), adaptive=policy)
         sequences, _ = come_and_go(engine, [job(i) for i in range(9)], rows=3)
@@ -53,20 +55,19 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
 @pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
 def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap, monkeypatch):
     """An idle server holds nothing."""
-    monkeypatch.setattr("specdec.engine.held.MOST_PARTS", 1)
-    monkeypatch.setattr("specdec.engine.held.FEW_PARTS", 1)
+    monkeypatch.setattr("specdec.engine.backlog.MOST_PARTS", 1)
     engine = Engine(target, DRAFTERS["eagle3"](target), Chain(2), adaptive=Fixed(0), overlap=overlap)
     engine.reserve(3, 16)
-    guide, widest = engine.loop.batch.guide, 0
+    controller, widest = engine.loop.batch.controller, 0
     for number in range(40):
         engine.add([1 + number % 7, 3], max_new_tokens=4 + number % 9, eos=frozenset())
         for _ in range(4):
             engine.step()
-        if guide.held is not None:
-            widest = max(widest, sum(part.joined()[1].shape[1] for part in guide.held.parts))
+        if controller.backlog is not None:
+            widest = max(widest, sum(part.joined()[1].shape[1] for part in controller.backlog.parts))
     assert 8 < widest <= 2 * 16  # one part that was made of others, and what came since
     finish(engine)
-    assert guide.held is guide.played is None
+    assert controller.backlog is controller.plan is None
     assert not engine.loop.batch.sequences
     row = engine.add([1, 3], max_new_tokens=9, eos=frozenset())
     finish(engine)

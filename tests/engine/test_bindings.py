@@ -7,7 +7,7 @@ from tape import Tape
 from test_overlap import SAMPLED, assert_same, outcome
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from specdec.engine import static_batch
+from specdec.engine import batch as batches
 from specdec.engine.engine import Engine
 from specdec.model import rope
 from specdec.model.layers import RMSNorm
@@ -65,7 +65,7 @@ def test_another_engine_may_replace_the_tables_of_positions(monkeypatch):
 
 def test_settings_are_dropped_with_their_graphs(monkeypatch):
     """An engine keeps the settings of its graphs and the present ones, however many it meets."""
-    monkeypatch.setattr(static_batch, "MOST", 2)
+    monkeypatch.setattr(batches, "MOST", 2)
     target = tiny_target(layers=1)
     parts, counts = (target, tiny_drafter(target), TREE), []
     recorded, plain = Engine(*parts, graphs=Tape()), launching(*parts)
@@ -75,8 +75,7 @@ def test_settings_are_dropped_with_their_graphs(monkeypatch):
         assert_same(outcome(recorded, **how), outcome(plain, **how))
         batch = recorded.graphs.batch
         assert len(batch.graphs) <= 2
-        assert set(batch.kinds) <= {key[1] for key in batch.graphs} | {batch.kind}
-        assert set(batch.all_eos) <= {key[2] for key in batch.graphs} | {step % 5}
-        if batch.settings.penalties is not None:
-            counts.append(StorageWeakRef(batch.settings.penalties.counts.untyped_storage()))
+        assert set(batch.tensors.kinds) <= {key[1] for key in batch.graphs} | {batch.tensors.kind}
+        if (penalties := batch.tensors.settings.penalties) is not None:
+            counts.append(StorageWeakRef(penalties.counts.untyped_storage()))
     assert [ref.expired() for ref in counts] == [True, False]

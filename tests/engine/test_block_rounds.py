@@ -6,8 +6,8 @@ from helpers import DRAFTERS, tiny_block, tiny_target
 from policies import Restless
 
 from specdec.calibrate import make_policy
+from specdec.engine.controller import NEVER
 from specdec.engine.engine import Engine
-from specdec.engine.guide import NEVER
 from specdec.structs import Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree
 

@@ -9,7 +9,7 @@ from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from test_overlap import SAMPLED, assert_same, outcome
 
 from specdec import ops
-from specdec.engine import graphs, overlap, static_batch
+from specdec.engine import batch, executor, graphs, loop
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, free_bytes, has_fused_attention, plan, unused_bytes
 from specdec.engine.report import Observer, Reads
@@ -63,7 +63,7 @@ def test_penalties_and_rows_that_differ():
 
 
 def test_every_bucket(monkeypatch):
-    monkeypatch.setattr(static_batch, "STEP", 8)
+    monkeypatch.setattr(executor, "STEP", 8)
     monkeypatch.setattr(graphs, "STEP", 8)
     pair = parts()
     replayed = Engine(*pair)
@@ -106,8 +106,8 @@ def test_replays_do_not_synchronise(monkeypatch, sampling):
 
         monkeypatch.setattr(owner, name, guarded)
 
-    guard(static_batch.StaticBatch, "launch")
-    guard(overlap.Reader, "start")
+    guard(batch.Batch, "launch")
+    guard(loop.Reader, "start")
     engine.generate(**how)
 
 

@@ -16,7 +16,7 @@ from specdec.cli import generate as command
 from specdec.cli import session
 from specdec.contracts import Drafter
 from specdec.drafters import ngram
-from specdec.engine import graphs, static_batch
+from specdec.engine import executor, graphs
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
@@ -117,7 +117,7 @@ def test_a_graph_serves_all_that_fits_and_no_more(monkeypatch):
     assert captures_for(sampling=SAMPLED, prompts=[[1, 2], [6, 7, 8, 9]], max_new_tokens=[9, 4], seed=4) == 0
     rounds = recorded.graphs.batch
     outcome(recorded, sampling=SAMPLED, **SHORT)
-    assert drafter.cache is rounds.draft_cache
+    assert drafter.cache is rounds.tensors.draft_cache
     for number, penalty in enumerate((1.5, 3.0)):
         samplings = [Sampling(0.5, repetition_penalty=penalty), Sampling(1.0, frequency_penalty=penalty / 2)]
         assert captures_for(sampling=samplings, logprobs=True) == 1 - number
@@ -149,9 +149,9 @@ class Forgetful(type(tiny_drafter(tiny_target()))):
 
 
 def test_graphs_of_each_length_that_a_dropped_engine_does_not_leave(monkeypatch):
-    monkeypatch.setattr(static_batch, "STEP", 8)
+    monkeypatch.setattr(executor, "STEP", 8)
     monkeypatch.setattr(graphs, "STEP", 8)
-    assert [static_batch.buckets(room) for room in (5, 8, 50)] == [[5], [8], [8, 16, 32, 50]]
+    assert [executor.buckets(room) for room in (5, 8, 50)] == [[5], [8], [8, 16, 32, 50]]
     target = tiny_target(layers=1)
     recorded = Engine(target, graphs=Tape())
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 40, "eos": frozenset()}

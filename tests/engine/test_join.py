@@ -114,10 +114,9 @@ def test_a_trace_of_rows_that_join():
     ]
 
 
-@pytest.mark.parametrize("graphs", [False, Tape()], ids=["launched", "recorded"])
-def test_what_does_not_fit_is_said(graphs):
-    """Room is what was reserved. Recorded rounds have more."""
-    engine = Engine(tiny_target(), graphs=graphs)
+def test_what_does_not_fit_is_said():
+    """Room is what was reserved. Captured rounds have more."""
+    engine = Engine(tiny_target(), graphs=Tape())
     with pytest.raises(ValueError, match=r"nothing is reserved: call Engine\.reserve first"):
         engine.add([1])
     with pytest.raises(ValueError, match="room for 1 row of 1 token at least, got 0 of 5"):
@@ -143,9 +142,8 @@ def test_an_error_in_an_observer_ends_what_was_decoded():
     assert engine.loop is None, "caches live on when nothing is decoded"
 
 
-@pytest.mark.parametrize("graphs", [False, Tape()], ids=["launched", "recorded"])
-def test_a_report_on_those_that_join_has_their_sampling(graphs):
-    engine = Engine(tiny_target(), graphs=graphs)
+def test_a_report_on_those_that_join_has_their_sampling():
+    engine = Engine(tiny_target(), graphs=Tape())
     engine.reserve(3, 40)
     for sampling in (Sampling(), Sampling(0.5), Sampling(1.0, top_k=2)):
         row = engine.add([1, 2], max_new_tokens=20, sampling=sampling, eos=frozenset())

@@ -34,20 +34,23 @@ def test_the_guard_sees_what_it_should():
 
 
 def run_rounds(engine: Engine, samplings: str) -> None:
-    """Play rounds of two rows, the second of which stands still, with all levels and with levels by row."""
+    """Play rounds of two rows, one of them active, with all levels and with levels by row; then a round of both."""
     rows = [
         Sequence(prompt, 20, sampling=sampling, logprobs=[] if samplings == "mixed" else None)
         for prompt, sampling in zip(([1, 2, 3], [4]), SAMPLINGS[samplings] * 2, strict=False)
     ]
-    batch = Batch(engine.round, 2, 50, Clock(engine.device))
+    batch = Batch(engine.round, 2, 50, Clock(engine.device), overlap=True)
     batch.admit(rows)
-    root, state, active, few = batch.root, batch.state, torch.tensor([True, False]), torch.tensor([1, 0])
+    root, state = batch.tensors.root, batch.tensors.state
+    active, few = torch.tensor([True, False]), torch.tensor([1, 0])
     batch.cache.max_len = 3
     for guard in (nullcontext(), NoHostSync()):  # shallower trees are made once
         with guard:
             for levels, most in ((None, None), (few, None), (few, 1)) if engine.drafter else ((None, None),) * 2:
-                played = engine.round.play(root, state, batch.cache, active, batch.settings, None, levels, most)
+                played = engine.round.play(root, state, batch.cache, active, batch.tensors.settings, None, levels, most)
                 root, state, _ = played
+            batch.tensors.store(root, state)
+            batch.launch(batch.cache.max_len, ())
 
 
 @pytest.mark.matrix

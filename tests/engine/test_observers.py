@@ -6,7 +6,7 @@ from tape import Tape
 from test_overlap import SAMPLED
 
 from specdec.cli.screen import Screen
-from specdec.engine import static_batch
+from specdec.engine import executor
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.engine.report import Observer, Observers, Reads, RoundReport
@@ -40,8 +40,8 @@ SEEN = {
 @pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "launched"])
 def test_what_an_observer_reads(graphs, monkeypatch):
     """All observers receive the same tokens. A function receives everything. What nobody reads is not copied."""
-    copied, copy = [], static_batch._copy
-    monkeypatch.setattr(static_batch, "_copy", lambda value: copied.append(value) or copy(value))
+    copied, copy = [], executor.copy_of
+    monkeypatch.setattr(executor, "copy_of", lambda value: copied.append(value) or copy(value))
     target = tiny_target(layers=1)
     engine = Engine(
         target, tiny_drafter(target), SampledTree((2, 2)), make_verifier("rejection"), graphs=Tape() if graphs else None

@@ -5,14 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import DRAFTERS, save_hf, tiny_target
-from tape import NoHostSync
 
 from specdec.drafters import eagle3
-from specdec.engine.batch import Batch
-from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.clock import SilentClock
 from specdec.engine.engine import Engine
-from specdec.engine.overlap import Loop
-from specdec.engine.round import RoundOutput
+from specdec.engine.loop import Loop
+from specdec.engine.report import Emission, RoundReport
 from specdec.engine.sequence import Sequence
 from specdec.model.hf_target import TransformersTarget
 from specdec.structs import Sampling
@@ -108,10 +106,10 @@ class Script:
     def going(self) -> list[Sequence]:
         return [row for row in self.sequences if row.finish is None]
 
-    def launch(self, max_len: int, ended) -> RoundOutput:
+    def launch(self, max_len: int, ended) -> RoundReport:
         n = next(self.rounds)
         self.log.append(f"launch {max_len}")
-        return RoundOutput(torch.ones(1, 3, dtype=torch.int64), torch.tensor([n]))
+        return RoundReport(self.sequences, emission=Emission(torch.ones(1, 3, dtype=torch.int64), torch.tensor([n])))
 
 
 @pytest.mark.parametrize(
@@ -132,15 +130,3 @@ def test_a_round_is_launched_before_the_one_before_it_is_read(row, rounds, log, 
     while loop.next() is not None:
         script.log.append(f"read {row.trace.accepted[-1] + 1}")
     assert (script.log, row.tokens) == (log, tokens)
-
-
-@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
-@torch.inference_mode()
-def test_launching_does_not_wait(drafter):
-    target = tiny_target()
-    engine = Engine(target, *([] if drafter is None else [DRAFTERS[drafter](target), DynamicTree(3, 3, 9)]))
-    batch = Batch(engine.round, 2, 30, Clock(engine.device), overlap=True)
-    batch.admit([Sequence(prompt, 20, sampling=SAMPLED, eos=EOS, logprobs=[]) for prompt in ([1, 2, 3], [4])])
-    with NoHostSync():
-        for max_len in (3, 7):
-            batch.launch(max_len, ())

@@ -145,7 +145,7 @@ def test_only_what_is_played_is_recorded(unpacked):
     assert all(s.finish == "vacant" for s in engine.loop.batch.sequences)
     engine.add([3, 4], max_new_tokens=5, logprobs=True)
     finish(engine)
-    assert [(key[1][0], key[1][3]) for key in engine.graphs.batch.graphs] == [(4, False), (1, True)]
+    assert [(key[1][0], key[1][4]) for key in engine.graphs.batch.graphs] == [(4, False), (1, True)]
     engine.reserve(1, 60)
     for temperature in (0.3, 0.6, 0.9):
         engine.add([3, 4], max_new_tokens=5, sampling=Sampling(temperature))

@@ -190,7 +190,7 @@ def test_an_idle_engine_keeps_nothing_of_those_that_have_ended(how, caplog):
                 break
             time.sleep(0.01)
         assert batch.sequences == []
-        assert batch.guide is None or batch.guide.held is None
+        assert batch.controller is None or batch.controller.backlog is None
     assert not caplog.records, "no step has failed"
 
 

@@ -20,7 +20,8 @@ from test_verify_laws import (
 
 from specdec.adaptive import Curve, Survival, Told, survival
 from specdec.children import children_of
-from specdec.engine.guide import Guide, Played, trimmed
+from specdec.engine.controller import Controller, trimmed
+from specdec.engine.report import Plan
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.trees import SampledTree
@@ -72,9 +73,9 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     state = drafter.state(root[:, None])
     tree = SampledTree((1, 1, 1)).grow(drafter, root, state, children_of("drawn", WARM, noise))
     policy = Survival(curve, [1, 2, 3, 4], [0.5] * 3, Told())
-    guide = Guide(policy, drafter)
-    guide.played = Played(3, rows=range(ROWS))
-    draft = sees(guide._draft(tree, state), tree, filtered_probs(TARGET, WARM))
+    controller = Controller(policy, drafter)
+    controller.plan = Plan(3, rows=range(ROWS))
+    draft = sees(controller._draft(tree, state), tree, filtered_probs(TARGET, WARM))
     _, first, kind = np.unique(tree.tokens.numpy(), axis=0, return_index=True, return_inverse=True)
     kept = []
     for b in first:  # rows of the same tokens are cut alike

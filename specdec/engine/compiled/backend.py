@@ -11,22 +11,22 @@ from typing import Any
 from torch import Tensor
 
 from specdec.engine.compiled import build
-from specdec.engine.compiled.aside import Workshop
+from specdec.engine.compiled.background import Workshop
 from specdec.engine.compiled.graph import RoundGraph, make_graph
 from specdec.engine.compiled.record import Record, record
+from specdec.engine.executor import restored
 from specdec.ops import native
 
 LEAST = 2  # the least bound that a compiled round is told: Inductor takes lengths of 0 and 1 for special
 
 
 class CompiledRounds:
-    """Rounds of one engine on the CPU, each as one compiled function. A `static_batch.Backend`.
+    """The executor of compiled rounds on the CPU, each of them one function.
 
     A record serves all bounds up to that of its capture, and a replay has run when it returns: it need not be read
     late. Raises ValueError, one sentence, if this machine cannot compile."""
 
-    any_bound = True
-    late = False
+    fixed, any_bound, late = True, True, False
 
     def __init__(self, aside: bool = False):
         """aside: functions that are not kept yet are compiled in another process, and meanwhile rounds are launched."""
@@ -93,14 +93,10 @@ def compiled_run(
 
 def recorded_graph(run: Callable[[int], Any], kept: abc.Sequence[Tensor], bounds: list[int]) -> RoundGraph:
     """The graph of what `run` does; kept and bounds as for `compiled_run`."""
-    before = [x.clone() for x in kept]
 
     def undone(bound: int) -> Record:
-        try:
+        with restored(kept):
             return record(run, bound, native.SEEN)
-        finally:
-            for x, old in zip(kept, before, strict=True):
-                x.copy_(old)
 
     undone(bounds[0])  # what is made once and kept is made now
     one, *others = bounds

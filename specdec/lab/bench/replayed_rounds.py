@@ -24,9 +24,9 @@ from specdec.contracts import DraftState
 from specdec.engine.batch import Batch
 from specdec.engine.clock import SilentClock
 from specdec.engine.engine import Engine
+from specdec.engine.executor import buckets
 from specdec.engine.round import Round, RoundSettings
 from specdec.engine.sequence import Sequence
-from specdec.engine.static_batch import buckets
 from specdec.lab.bench.bench import random_prompts
 from specdec.lab.bench.shapes import random_head, random_target
 from specdec.lab.cost.memory import Run, bandwidth, captured, device_seconds, read_bytes
@@ -53,7 +53,7 @@ class Scene:
         room = len(prompt) + ROOM
         batch = Batch(self.round, 1, room, SilentClock(), overlap=True, compact=False)
         batch.admit([Sequence(prompt, ROOM)])
-        self.root, self.state, self.cache = batch.root, batch.state, batch.cache
+        self.root, self.state, self.cache = batch.tensors.root, batch.tensors.state, batch.cache
         self.settings = RoundSettings(Sampling(), self.round.noise([(0, 0)]), SilentClock())
         self.active = torch.ones(1, dtype=torch.bool, device=target.device)
         self.lens = [(cache, cache.lens.clone()) for cache in (self.cache, drafter.cache) if cache is not None]

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdec.adaptive import Policy
 from specdec.contracts import DraftState
+from specdec.engine.adaptive import Policy
 from specdec.engine.clock import Clock
 from specdec.engine.guide import Guide
 from specdec.engine.prefill import Reading

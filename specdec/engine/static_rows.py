@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.adaptive import Policy
 from specdec.contracts import DraftState
+from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch, Progress, eos_of
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.guide import Guide

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.lab.cost.memory import Run, size_of
+from specdec.lab.bench.memory import Run, size_of
 from specdec.model.attention import attend, packed_mask, tree_mask
 from specdec.model.layers import RMSNorm
 from specdec.model.rope import rotate

@@ -22,13 +22,11 @@ import numpy as np
 
 from specdec.acceptance import Acceptance
 from specdec.contracts import Drafter
-from specdec.engine.engine import Engine
-from specdec.engine.report import Reads
 from specdec.structs import Sampling
 from specdec.trees.optimal import most_nodes, optimal_paths
 from specdec.trees.spec import TreeSpec, shape_of
 from specdec.tuning.costs import Costs, Kind, Point, cached, identity
-from specdec.tuning.timing import Seconds, busy, in_turns, room_for, time_rounds
+from specdec.tuning.timing import Seconds, TreeTimer, busy, in_turns
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first
@@ -104,10 +102,14 @@ def choose_tree(
 
     if not recalibrate and (kept := place.read(read)) is not None:
         return kept
-    launched = _timer(target, drafter, batch, temperature)
-    compiled = _timer(target, drafter, batch, temperature, compile=True) if compile else None
+
+    def timer(compile: bool) -> Timer:
+        own = TreeTimer(target, drafter, Sampling(temperature), abstain=False, compile=compile)
+        return lambda tree, rounds: tuple(np.mean(own.seconds(tree, batch, rounds), 0))
+
     chains = target.chains_only or drafter.chains_only
-    choice = choose(candidates(acceptance, drafter, temperature, batch, chains), launched, compiled)
+    trees = candidates(acceptance, drafter, temperature, batch, chains)
+    choice = choose(trees, timer(False), timer(True) if compile else None)
     if not choice.busy:
         place.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
     return choice
@@ -190,23 +192,3 @@ def _time(
     plain, *found = (np.array(run) for run in in_turns(runs, turns))
     own = plain.sum(1)
     return {c: tuple(np.median(run / own[:, None], 0)) for c, run in zip(trees, found, strict=True)}, own.tolist()
-
-
-def _timer(target, drafter: Drafter, batch: int, temperature: float, compile: bool = False) -> Timer:
-    """Times real rounds of an engine for each tree."""
-    engines: dict[TreeSpec | None, Engine] = {}
-    sampling = Sampling(temperature)
-
-    def play(engine: Engine, rounds: int) -> Seconds:
-        engine.reserve(batch, room_for(engine, rounds), reads=Reads.TOKENS)
-        (found,) = time_rounds(engine, batch, rounds, sampling=sampling)
-        return tuple(np.mean(found, 0))
-
-    def seconds_of(tree: TreeSpec | None, rounds: int) -> Seconds:
-        if tree not in engines:
-            pieces = () if tree is None else (drafter, tree.build())
-            engines[tree] = Engine(target, *pieces, abstain=False, compile=compile)
-            play(engines[tree], 2)  # the first rounds find memory and code
-        return play(engines[tree], rounds)
-
-    return seconds_of

@@ -1,6 +1,6 @@
 """What a round costs on this machine: functions fitted to measured rounds.
 
-A round that drafts D levels by expanding E nodes behind the root, and verifies N nodes of each row at a context of C
+A round that drafts D levels by expanding E nodes below the root, and verifies N nodes of each row at a context of C
 tokens, takes the sum of two parts:
 
     draft    a + b (D - 1) + c E + d C (D - 1) + e N [dynamic] + f [cut]    all but the target's forward; plainly p
@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
     levels: int = 0  # drafted
     nodes: int = 1  # verified for each row, the root included
-    expanded: int = 0  # nodes behind the root that the drafter is run for
+    expanded: int = 0  # nodes below the root that the drafter is run for
     dynamic: bool = False  # the nodes are the best of more that were drafted
     cut: bool = False  # the host chose the nodes among those drafted
 

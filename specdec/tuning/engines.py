@@ -113,7 +113,7 @@ class Workload:
     rows: int
     room: int | None = None  # tokens of each; None: as many as it takes to time rounds
     reads: Reads = Reads.TOKENS
-    together: bool = False  # they begin together, so every recorded round has all rows
+    together: bool = False  # they begin together, so every captured or compiled round has all rows
 
     @contextmanager
     def begun(self, engine: Engine, turns: int = 1) -> Iterator[None]:

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
-from specdec.engine.engine import Engine
-from specdec.engine.report import Reads
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSpec
 from specdec.tuning.costs import Costs, Kind, Point, cached_costs, identity, measure
-from specdec.tuning.timing import SETTLE, Progress, median, room_for, silent, time_rounds
+from specdec.tuning.timing import SETTLE, Progress, TreeTimer, median, silent
 
 WIDTHS = (1, 2, 4, 8)
 DEPTHS = (1, 2, 4, 8)
@@ -81,14 +79,11 @@ def measure_grid(
     places = sorted({min(context, longest) for context in contexts})
     if places[0] < 1:
         raise ValueError(f"the target's context of {target.config.context} tokens is too short to measure rounds in")
-    engines = {None: Engine(target, **TIMED)}
-    engines |= {tree: Engine(target, drafter, tree.build(), **TIMED) for tree in trees}
+    timer = TreeTimer(target, drafter, sampling, **TIMED)
 
     def run(tree: TreeSpec | None, context: int, rows: int) -> list[Point]:
-        engine = engines[tree]
-        engine.reserve(rows, room_for(engine, ROUNDS, context=context), reads=Reads.TOKENS)
-        (found,) = time_rounds(engine, rows, ROUNDS, context=context, sampling=sampling)
-        return [Point(Kind.of(engine.policy), rows, context, *median(found))]
+        kind = Kind.of(tree and tree.build())
+        return [Point(kind, rows, context, *median(timer.seconds(tree, rows, ROUNDS, context)))]
 
     runs = []
     for rows in batches:

@@ -7,9 +7,9 @@ The arms are the numbers of levels that a round may draft. The bandit knows thre
                and how fast the machine is lately
     evidence   the blocks of rounds that its excess was learnt from; the standard error is NOISE / sqrt(1 + evidence)
 
-It plays the arm with the most tokens a second. An arm other than the one played lately and plain rounds counts with its
-lower bound, one standard error below. The arm with the best upper bound, two standard errors above, is tried for a
-block as often as that costs no more than SHARE of the time.
+It plays the arm with the most tokens a second. After plain rounds, and at a load at which no drafts were played, drafts
+count with their lower bound, one standard error below. The arm with the best upper bound, two standard errors above, is
+tried for a block as often as that costs no more than SHARE of the time.
 """
 
 import math
@@ -155,11 +155,9 @@ class Bandit(Policy):
         if self.timed:
             for values in (speed, upper):
                 values[1:] /= 1 + rows * self.prompts.price(rows) * values[1:]
-        unsure = 1 + error
-        unsure[0] = 1.0
-        if self.now is not None and load.evidence[self.now]:
-            unsure[self.now] = 1.0
-        best = max(choices, key=(speed / unsure).__getitem__)
+        draft = max(choices[1:], key=speed.__getitem__)
+        drafting = self.now and load.evidence[self.now]
+        best = draft if speed[draft] > speed[0] * (1 if drafting else 1 + error[draft]) else 0
         # After plain rounds a drafter has much to absorb, so drafting must seem faster for a whole block.
         wished, self.wished = self.wished, best > 0 and self.now == 0
         self.now = 0 if self.wished and not wished else best
@@ -171,7 +169,8 @@ class Bandit(Policy):
         price = BLOCK * seconds[tried] * max(1 - speed[tried] * self.pace, 0.0)
         if self.now == 0:  # the drafter absorbs each row's text, about a forward of each
             price += rows * float(self.costs.seconds(PLAIN))
-        self.trying = upper[tried] > speed[self.now] and (first or load.credit >= price)
+        # A second block in a row would tell nothing of the arm, as `_close` takes it for the machine's speed.
+        self.trying = not self.trying and upper[tried] > speed[self.now] and (first or load.credit >= price)
         load.credit = min(load.credit, price) if self.trying else load.credit
         return tried if self.trying else self.now
 

@@ -8,9 +8,12 @@ import time
 from collections import abc
 from collections.abc import Callable
 
+from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
+from specdec.engine.report import Reads
 from specdec.engine.sequence import Sequence
 from specdec.structs import Sampling
+from specdec.trees.spec import TreeSpec
 
 CONTEXT = 128  # tokens before the rounds that are timed
 SETTLE = 2  # rounds of a turn that are not timed: the first rounds allocate memory, and absorb what plain rounds left
@@ -82,6 +85,25 @@ def _end(engine: Engine, texts: abc.Sequence[Sequence]) -> None:
         engine.abort(sequence)
     while texts and engine.step() is not None:
         pass
+
+
+class TreeTimer:
+    """Times rounds of trees, each with an engine of its own that is made once."""
+
+    def __init__(self, target, drafter: Drafter, sampling: Sampling | None = None, **how):
+        """how: settings of the engines."""
+        self.pair, self.sampling, self.how = (target, drafter), sampling, how
+        self.engines: dict[TreeSpec | None, Engine] = {}
+
+    def seconds(self, tree: TreeSpec | None, rows: int, rounds: int, context: int = CONTEXT) -> list[Seconds]:
+        """Return the seconds of rounds of a tree; None: of plain rounds."""
+        if tree not in self.engines:
+            parts = self.pair[:1] if tree is None else (*self.pair, tree.build())
+            self.engines[tree] = Engine(*parts, **self.how)
+            self.seconds(tree, rows, 1)  # the first rounds find memory and code
+        engine = self.engines[tree]
+        engine.reserve(rows, room_for(engine, rounds, context=context), reads=Reads.TOKENS)
+        return time_rounds(engine, rows, rounds, context=context, sampling=self.sampling)[0]
 
 
 def median(seconds: abc.Sequence[Seconds]) -> Seconds:

@@ -194,7 +194,7 @@ def pair(monkeypatch, tmp_path):
 
 def test_a_choice_is_kept(pair, monkeypatch):
     first = choose_tree(*pair)
-    monkeypatch.setattr(auto, "_timer", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(auto, "choose", lambda *_: pytest.fail("measured again"))
     assert choose_tree(*pair) == first
     for how in ({"recalibrate": True}, {"batch": 2}, {"temperature": 1.0}):
         with pytest.raises(pytest.fail.Exception, match="measured again"):

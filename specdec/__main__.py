@@ -22,7 +22,7 @@ COMMANDS = {
     "count": ("specdec.training.count", "count tokens, and write the most frequent as an FR-Spec map"),
     "doctor": ("specdec.drafters.formats.__main__", "inspect, check, convert and export draft checkpoints"),
     "tree": ("specdec.lab.replay.optimal_tree", "measure acceptance, and write the best static tree"),
-    "tune": ("specdec.lab.cost.tune_command", "find the fastest setting of a pair on this machine"),
+    "tune": ("specdec.lab.tune_command", "find the fastest setting of a pair on this machine"),
     "prove": ("specdec.lab.proof.prove", "test that decoding is lossless"),
     "bench": ("specdec.lab.bench.bench_command", "our engine against transformers, CTranslate2 and llama.cpp"),
     "bench serve": ("specdec.lab.load.bench_serve", "drive a server: throughput, latencies, acceptance"),

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from specdec.adaptive import Policy
-from specdec.calibrate import Crowd, adaptive_engine
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
+from specdec.engine.adaptive import Policy
 from specdec.engine.compatibility import most_steps
 from specdec.engine.engine import Engine, Result
 from specdec.engine.report import Observer, RoundReport
@@ -27,6 +26,7 @@ from specdec.schema import check_value
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
 from specdec.trees.spec import STEPS, load_tree, make_tree, parse_tree
+from specdec.tuning.engines import Workload, adaptive_engine
 from specdec.verify import make_verifier
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def generate(
     tree: a policy, or its text as `parse_tree` reads it ("4/5/16"). verifier: decides which drafted tokens are emitted
     (`make_verifier`, or its name); the default is lossless with any tree. children: which the tree takes above
     temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs, compile: see `Engine`.
-    adaptive: chooses the tree of every round by the load, a policy or its name (`specdec.calibrate.make_policy`).
+    adaptive: chooses the tree of every round by the load, a policy or its name (`specdec.tuning.engines.make_policy`).
     request: sampling or its fields, max_new_tokens, stop, json_schema, logprobs, seed, raw, observer: see `answer`.
 
     >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
@@ -114,8 +114,8 @@ def generate(
     parts = target, drafter, tree, as_verifier(verifier)
     how = {"children": children, "graphs": graphs, "compile": compile}
     if isinstance(adaptive, str) and drafter is not None:
-        crowd = Crowd(len(as_prompts(prompts)), together=True)
-        return answer(adaptive_engine(adaptive, crowd, *parts, **how), prompts, **request)
+        workload = Workload(len(as_prompts(prompts)), together=True)
+        return answer(adaptive_engine(adaptive, workload, *parts, **how), prompts, **request)
     return answer(Engine(*parts, adaptive=adaptive, **how), prompts, **request)
 
 

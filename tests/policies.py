@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from specdec.adaptive import Policy
+from specdec.engine.adaptive import Policy
 
 
 class Restless(Policy):

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from specdec import ranks
 from specdec.api import ModelSettings, Sampling
-from specdec.calibrate import HELP
 from specdec.cli.chat import chat
 from specdec.cli.decoding import run_prompts
 from specdec.cli.errors import one_sentence_errors
@@ -19,6 +18,7 @@ from specdec.cli.settings import DRAFTING, NOT_A_TREE, parse_with_settings
 from specdec.cli.summary import print_summary, summarise
 from specdec.text import read_prompts
 from specdec.trees.spec import TreeSettings
+from specdec.tuning.engines import HELP
 from specdec.verify import VerifierSettings
 
 

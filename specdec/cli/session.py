@@ -5,10 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specdec import ops, ranks
-from specdec.adaptive import Policy
 from specdec.api import Generation, ModelSettings, Sampling, answer
-from specdec.auto import choose_tree
-from specdec.calibrate import make_policy
 from specdec.cli.flags import read_flags
 from specdec.cli.reading import parse_json, read_text
 from specdec.cli.screen import Screen
@@ -21,6 +18,8 @@ from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.target import Target
 from specdec.text import check_stops, clean, encode_prompt
 from specdec.trees.spec import TreeSettings
+from specdec.tuning.choose import choose_tree
+from specdec.tuning.engines import Workload, adaptive_engine
 from specdec.verify import SampleAndMatch, VerifierSettings, in_words
 
 KEPT = 256 << 20  # bytes for the turns of a chat, which each turn sends again
@@ -74,9 +73,13 @@ class Session:
             self._choose_tree(asked=trees.tree is not None)
         how = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
         self.plain = Engine(self.target, **how)
-        how |= {"children": args.children, "adaptive": self._policy()}
-        how["prefixes"] = KEPT if args.chat else 0
-        self.engine = Engine(self.target, self.drafter, self.tree, self.verifier, **how)
+        how |= {"children": args.children, "prefixes": KEPT if args.chat else 0}
+        parts = self.target, self.drafter, self.tree, self.verifier
+        if args.adaptive is None:
+            self.engine = Engine(*parts, **how)
+        else:
+            how |= {"temperature": self.sampling.temperature, "recalibrate": args.recalibrate}
+            self.engine = adaptive_engine(args.adaptive, Workload(args.batch_size, together=True), *parts, **how)
         self.recorder = None
         if args.trace is not None:
             flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
@@ -104,14 +107,6 @@ class Session:
         self.tree = self.choice.tree
         if self.tree is None:
             self.drafter = None
-
-    def _policy(self) -> Policy | None:
-        """What --adaptive names."""
-        args = self.args
-        if args.adaptive is None:
-            return None
-        how = {"rows": args.batch_size, "temperature": self.sampling.temperature, "recalibrate": args.recalibrate}
-        return make_policy(args.adaptive, self.target, self.drafter, self.tree, **how)
 
     def write_trace(self) -> None:
         """Write the trace to the folder of --trace, if it was asked for and something was decoded."""

@@ -16,8 +16,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specdec.adaptive import Policy
 from specdec.contracts import DraftState
+from specdec.engine.adaptive import Policy
 from specdec.engine.batch_tensors import BatchTensors, settings_for
 from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.controller import Controller

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.adaptive import Draft, Outcome, Policy
 from specdec.contracts import Drafter, DraftState
+from specdec.engine.adaptive import Draft, Outcome, Policy
 from specdec.engine.backlog import Backlog, Positions
 from specdec.engine.report import Plan, RoundReport
 from specdec.engine.sequence import Sequence

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specdec.adaptive import Policy
 from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.executor import Executor

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.adaptive import Policy
 from specdec.contracts import Drafter
+from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
 from specdec.engine.compiled.backend import CompiledRounds, compiled_run

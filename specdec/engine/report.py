@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.adaptive import Draft
+from specdec.engine.adaptive import Draft
 from specdec.engine.backlog import Positions
 from specdec.engine.clock import Clock
 from specdec.engine.sequence import Sequence

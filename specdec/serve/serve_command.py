@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec import ops
-from specdec.adaptive import Survival
-from specdec.calibrate import HELP, Crowd, adaptive_engine, prepare
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.contracts import Drafter
@@ -25,6 +23,8 @@ from specdec.model_settings import ONE_PROCESS, ModelSettings
 from specdec.threads import Call, Made
 from specdec.trees import Chain, Tree
 from specdec.trees.spec import AUTO, TreeSettings
+from specdec.tuning.engines import HELP, Workload, adaptive_engine, prepare
+from specdec.tuning.survival import Survival
 from specdec.verify import VerifierSettings
 
 if TYPE_CHECKING:  # they import the extra `serve`, which `main` has looked for
@@ -172,11 +172,11 @@ def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engin
     how = {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
     how |= {"children": args.children, "prefixes": args.prefix_cache << 20}
     reads = Reads.TOKENS if args.trace is None else Recorder.reads
-    parts, crowd = (target, drafter, tree, verifier), Crowd(args.batch_size, room_of(args, target), reads)
+    parts, workload = (target, drafter, tree, verifier), Workload(args.batch_size, room_of(args, target), reads)
     if drafter is not None and (adaptive := policy_of(args, drafter)) is not None:
-        return adaptive_engine(adaptive, crowd, *parts, **how)
+        return adaptive_engine(adaptive, workload, *parts, **how)
     engine = Engine(*parts, **how)
-    prepare(engine, crowd)
+    prepare(engine, workload)
     return engine
 
 

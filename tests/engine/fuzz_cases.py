@@ -13,11 +13,10 @@ from helpers import DRAFTERS, MORE_BLOCKS, PARALLEL, random_model, tiny_block, t
 from policies import Depths, Restless
 from tape import Tape
 
-from specdec.adaptive import Curve, Fixed, Policy
-from specdec.calibrate import assembled, sizes_of
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.layers import restrict
+from specdec.engine.adaptive import Fixed, Policy
 from specdec.engine.compatibility import most_steps, over_block
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
@@ -28,6 +27,8 @@ from specdec.model.target import Target
 from specdec.structs import Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from specdec.trees.block import most_nodes
+from specdec.tuning.costs import Costs, Point
+from specdec.tuning.engines import kinds_of, make_policy
 
 
 def draft_model(target: Target) -> DraftModel:
@@ -212,11 +213,14 @@ def draw_policy(rng: random.Random, name: str, tree: TreePolicy) -> Policy:
         return (Restless if name == "restless" else Depths)(tree.steps)
     if name == "fixed":
         return Fixed(rng.randint(0, tree.steps))
-    rows, nodes = (1, 2, 4), sorted({1, 2, tree.num_draft_tokens})
     share = rng.choice([0.0, 0.02, 0.3])  # relative cost of one more level or node
-    rest = {b: [1e-3 * b * (1 + share * level) for level in range(tree.steps + 1)] for b in rows}
-    verify = {b: {n: 1e-2 * (1 + share * n * b / 8) for n in nodes} for b in rows}
-    return assembled(name, lambda: Curve(rows, rest, verify), sizes_of(tree), [0.7] * tree.steps)
+    kinds = kinds_of(tree)
+    points = [
+        Point(kind, b, 128.0, 1e-3 * b * (1 + share * kind.levels), 1e-2 * (1 + share * kind.nodes * b / 8))
+        for kind in kinds
+        for b in (1, 2, 4)
+    ]
+    return make_policy(name, lambda: Costs(points), kinds, [0.7] * tree.steps)
 
 
 # Stop conditions and grammars over token ids

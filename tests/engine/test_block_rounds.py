@@ -5,11 +5,11 @@ import pytest
 from helpers import DRAFTERS, tiny_block, tiny_target
 from policies import Restless
 
-from specdec.calibrate import make_policy
 from specdec.engine.controller import NEVER
 from specdec.engine.engine import Engine
 from specdec.structs import Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree
+from specdec.tuning.engines import Workload, adaptive_engine
 
 SAMPLED = Sampling(0.8)
 
@@ -47,10 +47,10 @@ def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monk
     drafter, tree = DRAFTERS["dflash"](target), BlockTree(3, 16, 12)
     expected = [row.tokens for row in Engine(target).generate(prompts, max_new_tokens=20).rows]
     for name in ("fixed", "ema", "survival", f"table:1={drafter.block}"):
-        engine = Engine(target, drafter, tree, adaptive=make_policy(name, target, drafter, tree, rows=2))
+        engine = adaptive_engine(name, Workload(2), target, drafter, tree)
         assert [row.tokens for row in engine.generate(prompts, max_new_tokens=20).rows] == expected
     with pytest.raises(ValueError, match=f"the tree has {drafter.block}"):
-        make_policy("table:1=16", target, drafter, tree)
+        adaptive_engine("table:1=16", Workload(2), target, drafter, tree)
 
 
 def test_a_policy_is_told_numbers_of_nodes_without_any_probability():

@@ -7,7 +7,7 @@ from helpers import DRAFTERS, assert_as_alone, come_and_go, finish, job, tiny_dr
 from policies import Depths, Restless
 from tape import Interpreted, Tape, live_bytes
 
-from specdec.adaptive import Fixed
+from specdec.engine.adaptive import Fixed
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.model.cache import KVCache

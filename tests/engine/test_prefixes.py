@@ -6,7 +6,7 @@ from helpers import DRAFTERS, assert_as_alone, finish, tiny_target
 from hybrids import hybrid_target
 from tape import Tape
 
-from specdec.adaptive import Fixed
+from specdec.engine.adaptive import Fixed
 from specdec.engine.engine import Engine
 from specdec.engine.prefixes import LEAST, Prefixes
 from specdec.structs import Sampling

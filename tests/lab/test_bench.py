@@ -11,8 +11,8 @@ from specdec.engine.memory import weight_bytes
 from specdec.lab.bench.bench import Bench, Configuration, random_prompts, text_prompts
 from specdec.lab.bench.bench_command import main
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
+from specdec.lab.bench.simulated_tau import MARK, SimulatedTau
 from specdec.lab.bench.table import print_rows, remarks
-from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.trees import Chain

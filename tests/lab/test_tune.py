@@ -12,21 +12,14 @@ from specdec.cli import generate as command
 from specdec.cli.settings import read_settings
 from specdec.drafters import ngram
 from specdec.engine.engine import Engine
-from specdec.lab.cost import tune as lab
-from specdec.lab.cost import tune_command
-from specdec.lab.cost.rounds import useful_trees
-from specdec.lab.cost.tune import (
-    MeasuredRate,
-    Prediction,
-    clairvoyant,
-    finalists,
-    measure_rates,
-    predict,
-    predict_all,
-    tune,
-)
+from specdec.lab import tune as lab
+from specdec.lab import tune_command
+from specdec.lab.tune import MeasuredRate, finalists, measure_rates, predict_all, tune
 from specdec.trees import Chain, DynamicTree, StaticTree, Tree
 from specdec.trees.record import answers_to, record
+from specdec.tuning.costs import PLAIN, Kind
+from specdec.tuning.grid import useful_trees
+from specdec.tuning.oracle import Prediction, clairvoyant, predict
 
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]
 CHAIN, TREE = Chain(2), DynamicTree(2, 2, 5)
@@ -41,17 +34,16 @@ def pair():
 class Known:
     """Costs: `each` seconds by tree and for plain decoding, and some for every row and token of the context."""
 
-    def __init__(self, each: dict, a_token: float = 0.0, absorb: float = 0.0):
-        self.each, self.a_token, self.absorb = each, a_token, absorb
+    def __init__(self, each: dict, a_token: float = 0.0):
+        self.each = {kind_of(tree): seconds for tree, seconds in each.items()}
+        self.a_token = a_token
 
-    def round(self, tree, context, batch):
-        return np.asarray(self.each[tree] + self.a_token * batch * context)
+    def seconds(self, kind, rows, context):
+        return np.asarray(self.each[kind] + self.a_token * rows * context)
 
-    def plain(self, context, batch):
-        return self.round(None, context, batch)
 
-    def empty(self, tree, context, batch):
-        return self.plain(context, batch) + self.absorb
+def kind_of(tree: Tree | None) -> Kind:
+    return PLAIN if tree is None else Kind.of(tree)
 
 
 def accepted(recording, *trees: Tree) -> dict:
@@ -76,13 +68,13 @@ def test_a_prediction_by_hand():
 @pytest.mark.parametrize(
     ("tree", "batch", "drafted", "seconds"),
     [
-        (CHAIN, 1, [[2, 0, 1], [1, 0]], 2.0 + 1.02 + 1.5 + 1.5 + 1.02),
-        (CHAIN, 2, [[2, 0, 1], [1, 0]], 2.0 + 1.02 + 1.5),  # the row that drafts most; not one that has ended
-        (TREE, 1, [[2, 0, 2], [2, 0]], 3 * 3.0 + 2 * 1.02),  # a tree that cannot be cut costs all of it
+        (CHAIN, 1, [[2, 0, 1], [1, 0]], 2.0 + 1.0 + 1.5 + 1.5 + 1.0),
+        (CHAIN, 2, [[2, 0, 1], [1, 0]], 2.0 + 1.0 + 1.5),  # the row that drafts most; not one that has ended
+        (TREE, 1, [[2, 0, 2], [2, 0]], 3 * 3.0 + 2 * 1.0),  # a tree that cannot be cut costs all of it
     ],
 )
 def test_rounds_that_draft_less_cost_less(tree, batch, drafted, seconds):
-    costs = Known({CHAIN: 2.0, Chain(1): 1.5, TREE: 3.0, None: 1.0}, absorb=0.02)
+    costs = Known({CHAIN: 2.0, Chain(1): 1.5, TREE: 3.0, None: 1.0})
     told = predict(costs, tree, [[3, 1, 1], [2, 1]], [4, 9], batch, drafted)
     assert told.tokens_per_second == pytest.approx(8 / seconds)
 
@@ -141,9 +133,10 @@ def test_the_clairvoyant_bound(pair):
         if root >= roots:
             return 0.0
         ways = [(None, 0), *((tree, int(a.accepted[root])) for tree, a in found.items())]
-        return min(float(costs.round(tree, 4 + root, 1)) + least(root + 1 + n) for tree, n in ways)
+        return min(float(costs.seconds(kind_of(tree), 1, 4 + root)) + least(root + 1 + n) for tree, n in ways)
 
-    bound = clairvoyant(costs, recording, found, [4])
+    known = {tree: (a.accepted.numpy(), a.levels.numpy()) for tree, a in found.items()}
+    bound = clairvoyant(costs, known, recording.roots.tolist(), [4])
     assert bound == pytest.approx(roots / least(0))
     plain, ranking = predict_all(costs, recording, found, [4])
     assert max(plain.tokens_per_second, ranking[0].tokens_per_second) < bound
@@ -171,7 +164,7 @@ def test_real_runs_say_what_generate_says(pair):
     rows = [Engine(*pair, TREE).generate([p], max_new_tokens=12).rows[0] for p in PROMPTS]
     assert found[2].tau == sum(len(r.tokens) - 1 for r in rows) / sum(r.trace.rounds for r in rows)
     assert found[0].tau == 1
-    assert turns == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert turns == [(done, 12) for done in range(1, 13)]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 from helpers import save_hf, tiny_target
 from hybrids import HYBRIDS, hybrid_target
 
-from specdec import auto
 from specdec.acceptance import Acceptance, AlongTexts
 from specdec.drafters import mtp, ngram
 from specdec.drafters.draft_model import DraftModel
@@ -18,6 +17,7 @@ from specdec.model.loader import load_target
 from specdec.model.recurrent import BUDGET
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
+from specdec.tuning import choose
 from specdec.verify import sample_and_match
 
 VOCAB = 8  # few tokens, so that n-grams and heads that know nothing are right now and then
@@ -134,10 +134,10 @@ def test_a_module_that_forgets_its_state_is_run_one_by_one(tmp_path):
 def test_what_is_chosen_by_acceptance_is_a_chain(target, recurrent, tmp_path, monkeypatch):
     """Acceptance is measured for several children of a node on any pair."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(auto, "SECONDS", 0.1)
-    monkeypatch.setattr(auto, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(choose, "SECONDS", 0.1)
+    monkeypatch.setattr(choose, "LAST_SECONDS", 0.1)
     attending = tiny_target(vocab=VOCAB)
     pair = (target, DraftModel(attending)) if recurrent == "target" else (attending, DraftModel(target))
     pair[1].acceptance = Acceptance((AlongTexts(0.0, 4, 3, ("012 3 01 - 0 000 -",) * 2),))
-    choice = auto.choose_tree(*pair)
+    choice = choose.choose_tree(*pair)
     assert choice.tree is None or choice.tree.topk == 1

@@ -12,7 +12,7 @@ from helpers import tiny_target
 from serving import Heard, alone, at_first, gives_up, mixed, serving, tiny_engine
 from tape import Tape
 
-from specdec.adaptive import Fixed
+from specdec.engine.adaptive import Fixed
 from specdec.serve.refusal import Refusal
 
 

@@ -10,12 +10,13 @@ import pytest
 from clients import CHAT, HELLO, TEXT, content, serve, served, solo
 from helpers import run_here
 
-from specdec.adaptive import Curve, Fixed
-from specdec.calibrate import assembled, sizes_of
+from specdec.engine.adaptive import Fixed
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.lab.traces.metrics_command import main as metrics_main
 from specdec.trees import DynamicTree
+from specdec.tuning.costs import Costs, Point
+from specdec.tuning.engines import kinds_of, make_policy
 
 
 @served(told={"acceptance": "detailed"})
@@ -102,9 +103,9 @@ def test_a_trace_of_what_was_served(pair, tmp_path):
 @pytest.mark.parametrize("name", ["survival:told", "ema", "off"])
 def test_an_adaptive_server_says_what_the_target_says(pair, name):
     """And its counters add up to what responses tell."""
-    verify = {b: {n: 1.0 + 0.02 * b * n for n in range(1, 10)} for b in (1, 4)}
-    costs = Curve([1, 4], {b: [0.0, 0.1, 0.2, 0.3] for b in (1, 4)}, verify)
-    policy = Fixed(0) if name == "off" else assembled(name, lambda: costs, sizes_of(DynamicTree(3, 3, 9)), [0.5] * 3)
+    kinds = kinds_of(DynamicTree(3, 3, 9))
+    costs = Costs(Point(k, b, 1.0, 0.1 * k.levels, 1.0 + 0.02 * b * k.nodes) for k in kinds for b in (1, 4))
+    policy = Fixed(0) if name == "off" else make_policy(name, lambda: costs, kinds, [0.5] * 3)
 
     async def use(server):
         bodies = [{"prompt": f"{i}", "max_tokens": 12 + i, "temperature": i % 2, "seed": i} for i in range(9)]

@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 from helpers import DRAFTERS, tiny_target
 
-from specdec import auto
 from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
-from specdec.auto import Candidate, candidates, choose, choose_tree
 from specdec.cli.generate import main as generate
 from specdec.contracts import Drafter
 from specdec.drafters.formats import load_drafter, save_drafter
@@ -20,6 +18,10 @@ from specdec.recording import Text
 from specdec.trees import Chain, Tree
 from specdec.trees.record import record
 from specdec.trees.spec import parse_tree
+from specdec.tuning import choose as auto
+from specdec.tuning import timing
+from specdec.tuning.choose import Candidate, candidates, choose, choose_tree
+from specdec.tuning.costs import Kind
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
 # Five tokens after the first: the words are of the first five places.
@@ -100,11 +102,10 @@ def test_the_file_is_read_as_it_was_written(tmp_path):
 def world(level: float, node: float, width: float = 0.0):
     """A machine on which a plain token takes 1, and a tree of one level 1, and more by these."""
 
-    def seconds_of(tree: Tree | None, rounds: int) -> float:
+    def seconds_of(tree: Tree | None, rounds: int) -> tuple[float, float]:
         if tree is None:
-            return 1.0
-        grow = (level + width * auto._width(tree.paths)) * (tree.steps - 1)
-        return 1 + node * (tree.num_draft_tokens - 1) + grow
+            return 0.0, 1.0
+        return level * (tree.steps - 1) + width * tree.draft_slots(), 1 + node * (tree.num_draft_tokens - 1)
 
     return seconds_of
 
@@ -120,9 +121,9 @@ TREES = candidates(LIKELY, DRAFTERS["eagle3"](tiny_target()), 0.0)
 @pytest.mark.parametrize("width", [0.0, 0.05])
 def test_the_choice_is_nearly_the_best_of_all(level, node, width):
     seconds = world(level, node, width)
-    best = max([1.0, *(c.tau / seconds(c.tree, 1) for c in TREES)])
+    best = max([1.0, *(c.tau / sum(seconds(c.tree, 1)) for c in TREES)])
     choice = choose(TREES, seconds)
-    found = 1.0 if choice.tree is None else choice.tau / seconds(choice.tree, 1)
+    found = 1.0 if choice.tree is None else choice.tau / sum(seconds(choice.tree, 1))
     assert found >= 0.97 * best
     assert choice.speedup == pytest.approx(found)
 
@@ -132,8 +133,9 @@ def test_a_machine_that_is_slow_for_a_while_changes_nothing(slow):
     """Meanwhile all takes twice as long."""
     steady, asked = world(level=0.1, node=0.03), itertools.count()
 
-    def seconds_of(tree: Tree | None, rounds: int) -> float:
-        return steady(tree, rounds) * (2 if next(asked) in slow else 1)
+    def seconds_of(tree: Tree | None, rounds: int) -> tuple[float, float]:
+        factor = 2 if next(asked) in slow else 1
+        return tuple(factor * part for part in steady(tree, rounds))
 
     choice, undisturbed = choose(TREES, seconds_of), choose(TREES, steady)
     assert choice.tree == undisturbed.tree is not None
@@ -147,26 +149,26 @@ def test_none_where_none_pays():
     assert f"; --tree {choice.best} would reach" in str(choice)  # the flag with which it drafts all the same
     assert "; --tree 'paths 1 2 5' would reach" in str(replace(choice, best="paths 1 2 5"))
     for gain, tree in ((1.01, None), (1.03, Chain(1))):  # a little is not enough
-        assert choose([Candidate(Chain(1), gain, 0)], lambda *_: 1.0).tree == tree
+        assert choose([Candidate(Chain(1), gain, Kind.of(Chain(1)))], lambda *_: (0.0, 1.0)).tree == tree
 
 
 def test_compiled_rounds_have_costs_of_their_own():
     """Few are compiled, of different depths, and the fastest of those compiled is taken."""
     compiled, asked = world(level=0.0, node=0.01), []
 
-    def seconds_of(tree: Tree | None, rounds: int) -> float:
+    def seconds_of(tree: Tree | None, rounds: int) -> tuple[float, float]:
         asked.append(tree)
-        return compiled(tree, rounds) / 2
+        return 0.0, sum(compiled(tree, rounds)) / 2
 
     launched = world(level=0.6, node=0.02)
     choice = choose(TREES, launched, seconds_of)
     timed = set(asked) - {None}
     assert len({tree.steps for tree in timed}) == len(timed) == auto.COMPILED
-    rate = {c.tree: c.tau / compiled(c.tree, 1) for c in TREES if c.tree in timed}
+    rate = {c.tree: c.tau / sum(compiled(c.tree, 1)) for c in TREES if c.tree in timed}
     assert choice.tree == max(rate, key=rate.get) != choose(TREES, launched).tree
     assert choice.speedup == pytest.approx(rate[choice.tree])
     assert choice.plain_tokens_per_second == pytest.approx(2.0)
-    assert choose(TREES, launched, lambda tree, rounds: 1.0 if tree is None else 9.0).tree is None
+    assert choose(TREES, launched, lambda tree, rounds: (0.0, 1.0 if tree is None else 9.0)).tree is None
 
 
 def test_candidates_keep_to_the_drafter():
@@ -183,7 +185,7 @@ def test_candidates_keep_to_the_drafter():
 @pytest.fixture
 def pair(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(auto, "BUSY", 1e9)
+    monkeypatch.setattr(timing, "BUSY", 1e9)
     target = tiny_target()
     drafter = DRAFTERS["eagle3"](target)
     drafter.acceptance = Acceptance((AlongTexts(0.0, 2, 2, ("01 0 - 00 0",)),))  # few trees
@@ -192,7 +194,7 @@ def pair(monkeypatch, tmp_path):
 
 def test_a_choice_is_kept(pair, monkeypatch):
     first = choose_tree(*pair)
-    monkeypatch.setattr(auto, "_timer", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(auto, "choose", lambda *_: pytest.fail("measured again"))
     assert choose_tree(*pair) == first
     for how in ({"recalibrate": True}, {"batch": 2}, {"temperature": 1.0}):
         with pytest.raises(pytest.fail.Exception, match="measured again"):
@@ -203,7 +205,7 @@ def test_a_choice_is_kept(pair, monkeypatch):
 
 
 def test_what_a_busy_machine_says_is_not_kept(pair, monkeypatch, tmp_path):
-    monkeypatch.setattr(auto, "BUSY", 0.0)
+    monkeypatch.setattr(timing, "BUSY", 0.0)
     assert "busy" in str(choose_tree(*pair))
     assert not (tmp_path / "cache").exists()
 

@@ -18,22 +18,28 @@ from test_verify_laws import (
     verify,
 )
 
-from specdec.adaptive import Curve, Survival, Told, survival
 from specdec.children import children_of
 from specdec.engine.controller import Controller, trimmed
 from specdec.engine.report import Plan
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.trees import SampledTree
+from specdec.tuning import survival
+from specdec.tuning.costs import PLAIN, Costs, Kind, Point
+from specdec.tuning.estimators import Told
+from specdec.tuning.survival import Survival
 from specdec.verify import BlockVerification, MultiRoundRejection
 
 Q = filtered_probs(DRAFTER, WARM).amax(-1)  # of each token's next one: what is told before it is drawn
 FIRST, SECOND = Q[0].item(), Q[0].item() * Q.median().item()  # survivals of the levels behind a middling token
 
 
-def costs(*seconds: float) -> Curve:
+KINDS = [PLAIN, *(Kind(levels, levels + 1, levels - 1) for levels in (1, 2, 3))]
+
+
+def costs(*seconds: float) -> Costs:
     """Of 1, 2, 3 and 4 nodes."""
-    return Curve([1], {1: [0.0] * 4}, {1: dict(enumerate(seconds, 1))})
+    return Costs(Point(kind, 1, 1.0, 0.0, verify) for kind, verify in zip(KINDS, seconds, strict=True))
 
 
 # A first level always pays, and a second one behind a token that is told well.
@@ -72,7 +78,7 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     noise, later = noise_of(ROWS, 3)
     state = drafter.state(root[:, None])
     tree = SampledTree((1, 1, 1)).grow(drafter, root, state, children_of("drawn", WARM, noise))
-    policy = Survival(curve, [1, 2, 3, 4], [0.5] * 3, Told())
+    policy = Survival(curve, KINDS, [0.5] * 3, Told())
     controller = Controller(policy, drafter)
     controller.plan = Plan(3, rows=range(ROWS))
     draft = sees(controller._draft(tree, state), tree, filtered_probs(TARGET, WARM))

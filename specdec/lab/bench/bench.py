@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun
-from specdec.lab.cost.memory import PeakMemory
-from specdec.lab.cost.simulated_tau import MARK
+from specdec.lab.bench.memory import PeakMemory
+from specdec.lab.bench.simulated_tau import MARK
 from specdec.lab.output import sentence
 from specdec.structs import Sampling
 

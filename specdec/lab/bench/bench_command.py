@@ -21,11 +21,11 @@ from specdec.cli.files import check_writable
 from specdec.cli.hydra_entry import hydra_command
 from specdec.lab.bench.bench import Bench, random_prompts, read_configurations, text_prompts
 from specdec.lab.bench.contenders import Contender, Ours, of_transformers_by_name
+from specdec.lab.bench.memory import bandwidth
 from specdec.lab.bench.peers import peers_by_name
 from specdec.lab.bench.shapes import random_head, random_target, random_transformers
+from specdec.lab.bench.simulated_tau import MARK, SimulatedTau
 from specdec.lab.bench.table import print_rows
-from specdec.lab.cost.memory import bandwidth
-from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
 from specdec.lab.machine import provenance
 from specdec.lab.output import write_json
 from specdec.machine import matmul_precision, set_matmul_precision

@@ -15,8 +15,8 @@ from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
 from specdec.engine.report import Observer, Reads, RoundReport
-from specdec.lab.cost.memory import read_bytes, size_of, wait
-from specdec.lab.cost.simulated_tau import SimulatedTau
+from specdec.lab.bench.memory import read_bytes, size_of, wait
+from specdec.lab.bench.simulated_tau import SimulatedTau
 from specdec.structs import Sampling, Verifier
 from specdec.verify import sample_and_match
 

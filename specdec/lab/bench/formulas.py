@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.lab.cost.memory import Run, size_of
+from specdec.lab.bench.memory import Run, size_of
 from specdec.model.layers import RMSNorm
 from specdec.ops import commit
 from specdec.ops.attention import attend, packed_mask, tree_mask

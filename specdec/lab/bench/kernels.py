@@ -25,7 +25,7 @@ from specdec import ops
 from specdec.cli.errors import one_sentence_errors
 from specdec.lab.bench.formulas import DTYPE, TINY, KernelCase, Shapes, cases
 from specdec.lab.bench.interpreter import use_interpreter
-from specdec.lab.cost.memory import Run, captured, device_seconds, wait
+from specdec.lab.bench.memory import Run, captured, device_seconds, wait
 from specdec.lab.machine import provenance
 from specdec.lab.output import Report, sentence
 from specdec.model.checkpoint import check_device

@@ -18,8 +18,8 @@ import torch
 
 from specdec.lab.bench import peer_sessions
 from specdec.lab.bench.contenders import SHARED, Contender, NotAvailable, TimedRun, translated
+from specdec.lab.bench.memory import read_bytes
 from specdec.lab.bench.peer_weights import write_ctranslate2, write_gguf
-from specdec.lab.cost.memory import read_bytes
 from specdec.model.archs import ModelConfig
 from specdec.model.checkpoint import DTYPES
 from specdec.model.target import Target

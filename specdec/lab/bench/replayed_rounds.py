@@ -2,7 +2,7 @@
 
     python -m specdec.lab.bench.replayed_rounds --shape llama_3_1_8b --device cuda --out rounds.json
 
-Weights are random, and rounds emit `--tau` tokens whatever is drafted (`lab.cost.simulated_tau`): times are measured,
+Weights are random, and rounds emit `--tau` tokens whatever is drafted (`lab.bench.simulated_tau`): times are measured,
 and the speed-up is SIMULATED. On a GPU every part is captured as a CUDA graph of its own, so no part's time includes
 launches from Python; on the CPU parts are called. Plain decoding is compared with the bandwidth that is measured here.
 
@@ -28,9 +28,9 @@ from specdec.engine.executor import buckets
 from specdec.engine.round import Round, RoundSettings
 from specdec.engine.sequence import Sequence
 from specdec.lab.bench.bench import random_prompts
+from specdec.lab.bench.memory import Run, bandwidth, captured, device_seconds, read_bytes
 from specdec.lab.bench.shapes import random_head, random_target
-from specdec.lab.cost.memory import Run, bandwidth, captured, device_seconds, read_bytes
-from specdec.lab.cost.simulated_tau import MARK, SimulatedTau
+from specdec.lab.bench.simulated_tau import MARK, SimulatedTau
 from specdec.lab.machine import provenance
 from specdec.lab.models import check_counts
 from specdec.lab.output import Report

@@ -5,7 +5,7 @@ What they learn from is censored: of a round only the children of accepted nodes
 
 import numpy as np
 
-from specdec.adaptive.policy import Draft, Outcome
+from specdec.engine.adaptive import Draft, Outcome
 
 SOON, EVERY = 32, 256  # observations before the first fit, which follow each other the more seldom, and between two
 KEPT = 4000  # observations that are kept

@@ -4,26 +4,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec.adaptive.costed import Costed
-from specdec.adaptive.curve import Curve
-from specdec.adaptive.estimators import Estimator
-from specdec.adaptive.policy import Draft, Outcome
-from specdec.adaptive.rates import BEGIN, MEMORY
+from specdec.engine.adaptive import Draft, Outcome
+from specdec.tuning.costs import Costs, Kind
+from specdec.tuning.estimators import Estimator
+from specdec.tuning.policy import BEGIN, BLOCK, MEMORY, Bandit
 
 FIRST = 64  # rows, in BEGIN rounds at least, that are drafted as deep as can be and verified whole, to learn from
-WHOLE = 32  # behind these, one of so many drafts is verified whole
-ALL_DEPTHS = 8  # one of so many drafts tells of trees of fewer levels too
-# What it takes to look at a draft and to learn from it, on any processor about. Where cuts save less than that lately,
-# only one of so many drafts is looked at.
-LOOK, SELDOM_LOOKS = 3e-4, 8
-LATELY = 1 / 16  # weight of a draft in what cuts save
+WHOLE = 2 * BLOCK  # one of so many later drafts is verified whole
+SELDOM = BLOCK // 2  # one of so many drafts updates trees of fewer levels, and is looked at if cuts do not pay lately
 Cut = tuple[np.ndarray | None, float]  # nodes to keep, None for all; and a row's expected tokens a second with these
 
 
-class Survival(Costed):
+class Survival(Bandit):
     """Every node of every row's tree is scored by its survival, the product of the estimated acceptances on its path,
     and the best are verified: as many as give the most expected tokens a second by the measured costs (top S over the
-    batch: vLLM's adaptive verification and TETRIS, for chains; here for trees). How deep to draft is told by what the
+    batch: vLLM's adaptive verification and TETRIS, for chains; here for trees). How deep to draft follows from what the
     best nodes of such trees were expected to give lately, at the best width.
 
     Rows are verified together, padded to the widest. So every row may as well have as many nodes as that one, and what
@@ -32,51 +27,63 @@ class Survival(Costed):
 
     name = "survival"
 
-    def __init__(self, curve: Curve, sizes: Sequence[int], prior: Sequence[float], estimator: Estimator):
-        """sizes [D+1]: nodes of the trees of 0, 1, ... D levels. prior [D]: how often a level is accepted where the one
-        before was, to begin with."""
-        super().__init__()
-        self.curve, self.sizes, self.estimator = curve, list(sizes), estimator
-        self.drafts = self.seen = 0  # that were looked at; seen: rows with such a draft
+    def __init__(self, costs: Costs, kinds: Sequence[Kind], prior: Sequence[float], estimator: Estimator):
+        """kinds, prior: as for `Bandit`."""
+        super().__init__(costs, kinds, prior)
+        self.estimator = estimator
+        self.drafts = self.seen = 0  # looked at, and the rows of these
         self.unseen = 0  # drafts in a row that were not looked at
-        self.saved, self.pays = 1.0, True  # by cuts lately, share of a round; whether to look at drafts pays
+        self.saved = 1.0  # seconds of a round by cuts lately, until then all of it
         # [D+1,N+1] tokens that a row is expected to emit by levels and by nodes, the best ones; nan for other numbers.
-        reach, nodes = np.concatenate([[1.0], np.cumprod(prior)]), np.arange(max(sizes) + 1)
-        self.tokens = np.stack([reach.cumsum()[np.clip(nodes - 1, 0, levels)] for levels in range(len(sizes))])
-        for levels, size in enumerate(sizes):
-            self.tokens[levels, [0, *range(size + 1, len(nodes))]] = np.nan
+        reach, nodes = np.concatenate([[1.0], np.cumprod(prior)]), np.arange(kinds[-1].nodes + 1)
+        self.tokens = np.stack([reach.cumsum()[np.clip(nodes - 1, 0, levels)] for levels in range(len(kinds))])
+        for levels, kind in enumerate(kinds):
+            self.tokens[levels, [0, *range(kind.nodes + 1, len(nodes))]] = np.nan
         # Drafted tokens that verified nodes were expected to give lately, and that they gave: the estimator learns
-        # later than averages of what it has said, so these are corrected by the quotient.
+        # later than averages of its estimates, so these are corrected by the quotient.
         self.hope = 0.0
         self.hoped = self.given = float(reach[1:].sum())
+        self._tables: dict[tuple[int, int], np.ndarray] = {}
 
-    def _best(self, rows: int) -> int:
-        rest, verify = self.curve.at(rows)
+    def _by_nodes(self, rows: int, levels: int) -> np.ndarray:
+        """Return the measured seconds of rounds of so many levels by verified nodes [N+1], of which entry 0 is void."""
+        if (rows, levels) not in self._tables:
+            kind = self.kinds[levels]
+            own = [float(self.costs.seconds(kind._replace(nodes=n), rows)) for n in range(self.kinds[-1].nodes + 1)]
+            self._tables[rows, levels] = np.array(own)
+        return self._tables[rows, levels]
+
+    def _speed(self, rows: int, seconds: np.ndarray) -> np.ndarray:
         tokens = 1 + (self.tokens - 1) * (self.given / self.hoped)
-        speed = tokens / (rest[: len(self.sizes), None] + verify[None, : self.tokens.shape[1]])
-        return self._fastest(rows, np.fmax.reduce(speed, 1))
+        own = np.stack([self._by_nodes(rows, levels) for levels in range(len(self.kinds))])
+        whole = own[range(len(self.kinds)), [kind.nodes for kind in self.kinds]]
+        return np.fmax.reduce(tokens / (seconds[:, None] + self.speed * (own - whole[:, None])), 1)
 
     def _begins(self) -> bool:
         return self.seen < FIRST or self.drafts < BEGIN
 
     def looks(self) -> bool:
         self.unseen += 1
-        if not (self.pays or self._begins()) and self.unseen < SELDOM_LOOKS:
+        if not (self._pays() or self._begins()) and self.unseen < SELDOM:
             return False
         self.unseen = 0
         return True
+
+    def _pays(self) -> bool:
+        """Whether cuts saved more lately than it takes to look at a draft."""
+        kind = self.kinds[-1]
+        return self.saved > self.costs.seconds(kind._replace(cut=True)) - self.costs.seconds(kind)
 
     def keep(self, draft: Draft) -> np.ndarray | None:
         whole, rows = self._begins(), int(draft.live.sum())
         self.drafts, self.seen = self.drafts + 1, self.seen + rows
         survival = self.estimator.survival(draft)
-        rest, verify = self.curve.at(rows)
         tokens = _tokens_by_width(survival[draft.live])
         self._expect(draft, survival, tokens, whole)
-        seconds = rest[draft.levels] + verify
+        own = self._by_nodes(rows, draft.levels)
+        seconds = np.maximum(own + self._excess()[draft.levels], own / 10)
         kept, speed = (self._levels if draft.drawn else self._width)(draft, survival, tokens, seconds)
-        self.saved += LATELY * (1 - tokens[-1] / seconds[draft.nodes] / speed - self.saved)
-        self.pays = self.saved * seconds[draft.nodes] > LOOK
+        self.saved += (seconds[draft.nodes] - tokens[-1] / speed - self.saved) / BLOCK
         if whole or self.drafts % WHOLE == 0:
             kept = None
         verified = survival if kept is None else np.take_along_axis(survival, kept, 1)
@@ -88,10 +95,10 @@ class Survival(Costed):
         is done now and then."""
         share = 1 - MEMORY ** int(draft.live.sum())
         for levels in range(1, draft.levels):
-            if not every and self.drafts % ALL_DEPTHS:
+            if not every and self.drafts % SELDOM:
                 break
             shallow = _tokens_by_width(np.where(draft.depth <= levels, survival, 0.0)[draft.live])
-            size = min(self.sizes[levels], draft.nodes)
+            size = min(self.kinds[levels].nodes, draft.nodes)
             self.tokens[levels, 1 : size + 1] += share * (shallow[:size] - self.tokens[levels, 1 : size + 1])
         self.tokens[draft.levels, 1 : draft.nodes + 1] += share * (
             tokens - self.tokens[draft.levels, 1 : draft.nodes + 1]
@@ -110,7 +117,7 @@ class Survival(Costed):
 
     @staticmethod
     def _levels(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """Whole levels, one after the other, as long as the next one pays. Whether it does is told by what is known
+        """Whole levels, one after the other, as long as the next one pays. Whether it does follows from what is known
         before its tokens were drawn. To look at a later level and then leave this one out would show in the text: a
         drawn token would be kept or dropped by what it led to."""
         shape, live = draft.depth[0], survival[draft.live].mean(0)
@@ -135,5 +142,6 @@ class Survival(Costed):
 
 
 def _tokens_by_width(survival: np.ndarray) -> np.ndarray:
-    """[N] tokens that a row is expected to emit, in the mean of the rows [R,N], with its best 1, 2, ... N nodes."""
+    """Return the tokens that a row is expected to emit [N], in the mean of the rows [R,N], with its best 1, 2, ... N
+    nodes."""
     return np.sort(survival, 1)[:, ::-1].mean(0).cumsum()

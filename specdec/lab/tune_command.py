@@ -23,15 +23,15 @@ from specdec.cli.lock import only_writer
 from specdec.cli.settings import REPORT
 from specdec.cli.terminal import console
 from specdec.engine.recorder import versions
-from specdec.lab.cost.model import CostModel, measured_costs
-from specdec.lab.cost.rounds import NODES, WIDTHS, useful_trees
-from specdec.lab.cost.tune import Tuned, tune
 from specdec.lab.machine import machine
 from specdec.lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
 from specdec.lab.output import progress_bar
+from specdec.lab.tune import Tuned, tune
 from specdec.structs import Sampling
 from specdec.trees.record import answers_to, record
 from specdec.trees.spec import parse_tree
+from specdec.tuning.costs import Costs
+from specdec.tuning.grid import NODES, WIDTHS, grid_costs, useful_trees
 
 SHOWN = 10
 BUSY = 0.1  # a median misfit of the cost model above this says that the machine did something else too
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def print_tables(tuned: Tuned, costs: CostModel) -> None:
+def print_tables(tuned: Tuned, costs: Costs) -> None:
     ranking = Table("topk/steps/nodes", "tokens/s", "to plain", "tau", "ms a round", title="predicted")
     for p in tuned.ranking[:SHOWN]:
         ratio = p.tokens_per_second / tuned.plain.tokens_per_second
@@ -94,7 +94,7 @@ def model_entries(args: argparse.Namespace) -> dict:
     return entries | {"feedback": args.feedback}
 
 
-def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
+def find(args: argparse.Namespace, target, drafter) -> tuple[Costs, Tuned]:
     """Measure, replay, predict, try. Raises ValueError if there is no tree to predict but those of --tree."""
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
     topks = [topk for topk in args.topk if topk <= drafter.vocab.size]
@@ -103,10 +103,9 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[CostModel, Tuned]:
         raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")
     trees, sampling = [*dynamic, *map(parse_tree, args.tree)], read_flags(Sampling, args)
     topks = sorted({tree.topk for tree in dynamic})
-    costs = measured_costs(
+    costs = grid_costs(
         target,
         drafter,
-        [token for prompt in prompts for token in prompt],
         remeasure=args.remeasure,
         progress=progress_bar("costs"),
         topks=topks,

@@ -1,1 +1,0 @@
-"""What a round costs, measured or by formulas, and the fastest setting of a pair."""

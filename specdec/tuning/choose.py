@@ -1,0 +1,195 @@
+"""The tree that is fastest here, or none: from the drafter's measured acceptance and from what rounds cost.
+
+`acceptance.json` beside a drafter says what every static tree would have had accepted (`specdec.acceptance`). First a
+few trees of different sizes and plain decoding are timed, and the costs of all other trees follow (`Costs`). Then those
+that are predicted best are timed too. At last the `LAST` fastest of all that were timed take more turns with plain
+decoding. The fastest of them is taken, and none unless it is faster than plain decoding by `MARGIN`. A machine may be
+twice as slow a second later, so costs are measured in plain rounds of the same turn. Of rows that are decoded together
+the slowest counts: plain decoding takes as many rounds for each of them, and speculation does not.
+
+Compiled rounds (docs/compile.md) have other costs, and each tree's take some 20 s to compile. So the trees that are
+timed last are the `COMPILED` fastest of different depths then. They are compiled, and so is plain decoding.
+"""
+
+import shlex
+import statistics
+from collections import abc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import numpy as np
+
+from specdec.acceptance import Acceptance
+from specdec.contracts import Drafter
+from specdec.structs import Sampling
+from specdec.trees import Tree
+from specdec.trees.optimal import most_nodes, optimal_paths, tree_of
+from specdec.trees.spec import parse_tree, shape_of
+from specdec.tuning.costs import Costs, Kind, Point, cached, identity
+from specdec.tuning.timing import Seconds, TreeTimer, busy, in_turns
+
+NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+SIZES = (2, 4, 8, 16, 32, 64)  # of the trees that are timed first
+FINALISTS = 4
+LAST, COMPILED = 2, 3
+MARGIN = 1.02  # plain decoding is taken unless a tree is expected to be faster than this
+SECONDS, LAST_SECONDS = 1.5, 3.0  # for the first timing, about, and for the last
+TURNS, LAST_TURNS = 3, 9
+LONGEST, SHORTEST = 16, 3  # rounds of one run
+TOKENS = 64  # of one run at last: a text's first rounds find less in the processor's caches, and plain ones more later
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tree, and its tau by the drafter's measured acceptance (`AlongTexts.tau`, of the batch)."""
+
+    tree: Tree
+    tau: float
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and what is expected of it. tree None: plain decoding is the fastest."""
+
+    tree: Tree | None
+    tau: float
+    speedup: float  # tokens/s to those of plain decoding; 1 if that was chosen
+    plain_tokens_per_second: float  # of a row
+    best: str = ""  # the best tree, where plain decoding was chosen
+    best_speedup: float = 1.0
+    busy: bool = False  # other programs disturbed the timing; such a choice is not kept
+
+    def __str__(self) -> str:
+        plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
+        if self.tree is None:
+            other = f"--tree {shlex.quote(self.best)} would reach {self.best_speedup:.2f} of it"
+            what = f"tree: none, as {plain} are the best here; {other}"
+        else:
+            tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.paths else self.tree
+            what = f"tree: {tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
+        return what + ("; the machine was busy, so this is rough and not kept" if self.busy else "")
+
+
+Timer = Callable[[Tree | None, int], Seconds]  # a tree (None: plain) and a number of rounds -> means of a round
+
+
+def choose_tree(
+    target,
+    drafter: Drafter,
+    *,
+    batch: int = 1,
+    temperature: float = 0.0,
+    compile: bool = False,
+    recalibrate: bool = False,
+) -> Choice:
+    """The fastest tree for `batch` rows at this temperature, measured now or read where it was kept. compile: of
+    compiled rounds.
+
+    Raises ValueError for a drafter without measured acceptance, and where rounds cannot be compiled."""
+    acceptance = drafter.acceptance
+    if acceptance is None:
+        raise ValueError(
+            "this drafter has no acceptance.json, by which a tree could be chosen: write one with "
+            "`specdec tree --keep`, or give --topk, --steps and --num-draft-tokens"
+        )
+    how = {"batch": batch, "temperature": temperature, "compile": compile, "acceptance": acceptance.as_text()}
+    place = cached(identity(target, drafter, **how))
+
+    def read(kept: dict) -> Choice:
+        tree = kept["choice"]["tree"]
+        return Choice(**kept["choice"] | {"tree": tree and parse_tree(tree)})
+
+    if not recalibrate and (kept := place.read(read)) is not None:
+        return kept
+
+    def timer(compile: bool) -> Timer:
+        own = TreeTimer(target, drafter, Sampling(temperature), abstain=False, compile=compile)
+        return lambda tree, rounds: tuple(np.mean(own.seconds(tree, batch, rounds), 0))
+
+    chains = target.chains_only or drafter.chains_only
+    trees = candidates(acceptance, drafter, temperature, batch, chains)
+    choice = choose(trees, timer(False), timer(True) if compile else None)
+    if not choice.busy:
+        place.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
+    return choice
+
+
+def candidates(
+    acceptance: Acceptance, drafter: Drafter, temperature: float, batch: int = 1, chains: bool = False
+) -> list[Candidate]:
+    """Of every depth and size the static tree that accepts the most, chains among them. chains: these only."""
+    along = acceptance.nearest(temperature)
+    table = along.table()[: drafter.deepest(along.steps)]
+    found: dict[Tree, Candidate] = {}
+    for steps in range(1, len(table) + 1):
+        most = most_nodes(along.topk, steps)
+        sizes = [] if chains else [nodes for nodes in NODES if nodes <= most]
+        shapes = [optimal_paths(table[:steps], nodes) for nodes in sizes]
+        shapes.append([(0,) * depth for depth in range(1, steps + 1)])
+        for paths in shapes:
+            tree = tree_of(paths)
+            if tree not in found:
+                tau = acceptance.tau(paths, temperature, batch)
+                found[tree] = Candidate(tree, tau, Kind.of(tree))
+    return list(found.values())
+
+
+def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
+    """The fastest tree of those that are timed last, or none. compiled: times compiled rounds, if they are to be the
+    fastest."""
+    once = sum(seconds_of(None, SHORTEST))
+    costs, disturbed = _first_costs(all_trees, seconds_of, once)
+    ranking = sorted(costs, key=lambda c: -c.tau / sum(costs[c]))
+    last = ranking[:LAST] if compiled is None else _of_different_depths(ranking)
+    tokens = _fitting(LAST_SECONDS, once * (1 + sum(sum(costs[c]) / c.tau for c in last)) * LAST_TURNS, TOKENS)
+    timed, plain = _time(last, compiled or seconds_of, lambda tau: max(SHORTEST, round(tokens / tau)), LAST_TURNS)
+    speedups = {c: c.tau / sum(timed[c]) for c in last}
+    best, rate = max(speedups, key=speedups.__getitem__), 1 / statistics.median(plain)
+    if speedups[best] < MARGIN:
+        return Choice(None, 1.0, 1.0, rate, str(best.tree), speedups[best], disturbed)
+    return Choice(best.tree, best.tau, speedups[best], rate, busy=disturbed)
+
+
+def _first_costs(
+    all_trees: abc.Sequence[Candidate], seconds_of: Timer, once: float
+) -> tuple[dict[Candidate, Seconds], bool]:
+    """Costs of a few trees of all sizes and of those predicted best by them, and whether the machine was busy.
+
+    once: seconds of a plain round, about."""
+    best_of_size = [
+        max((c for c in all_trees if c.kind.nodes == size), key=lambda c: c.tau, default=None) for size in SIZES
+    ]
+    chains = [c for c in all_trees if c.tree.topk == 1 and c.kind.nodes in (3, 5)]
+    probes = list(dict.fromkeys(c for c in (*best_of_size, *chains) if c is not None))
+    rounds = _fitting(SECONDS, once * 2 * (len(probes) + FINALISTS + 2) * TURNS, LONGEST)
+    timed, plain = _time(probes, seconds_of, lambda _: rounds, TURNS)
+    costs = Costs(Point(c.kind, 1, 0.0, *timed[c]) for c in probes)
+    others = sorted((c for c in all_trees if c not in timed), key=lambda c: -c.tau / costs.seconds(c.kind))
+    more, _ = _time(others[:FINALISTS], seconds_of, lambda _: rounds, TURNS)
+    return timed | more, busy(plain)
+
+
+def _fitting(seconds: float, one: float, most: int) -> int:
+    """How many to time in so many seconds, if one takes `one`."""
+    return int(np.clip(seconds / one, SHORTEST, most))
+
+
+def _of_different_depths(ranking: abc.Sequence[Candidate]) -> list[Candidate]:
+    """The first tree of each depth, and of these the first few."""
+    found: dict[int, Candidate] = {}
+    for c in ranking:
+        found.setdefault(c.kind.levels, c)
+    return list(found.values())[:COMPILED]
+
+
+def _time(
+    trees: abc.Sequence[Candidate], seconds_of: Timer, rounds: Callable[[float], int], turns: int
+) -> tuple[dict[Candidate, Seconds], list[float]]:
+    """The parts of each tree's round in plain rounds of the same turn, the median of all turns; and by turn a plain
+    round's seconds. rounds: how many to time, by tau."""
+    runs = [partial(seconds_of, None, rounds(1.0)), *(partial(seconds_of, c.tree, rounds(c.tau)) for c in trees)]
+    plain, *found = (np.array(run) for run in in_turns(runs, turns))
+    own = plain.sum(1)
+    return {c: tuple(np.median(run / own[:, None], 0)) for c, run in zip(trees, found, strict=True)}, own.tolist()

@@ -1,0 +1,216 @@
+"""Adaptive policies by name, the costs that they start from, and the engines that follow them."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from specdec import ops
+from specdec.acceptance import Acceptance
+from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.adaptive import Draft, Fixed, Policy
+from specdec.engine.compatibility import over_block
+from specdec.engine.engine import Engine
+from specdec.engine.graphs import widths_up_to
+from specdec.engine.report import Reads
+from specdec.trees.optimal import most_nodes, optimal_paths
+from specdec.tuning.costs import PLAIN, Costs, Kind, Point, cached_costs, identity, measure
+from specdec.tuning.estimators import make_estimator
+from specdec.tuning.policy import Bandit
+from specdec.tuning.survival import Survival
+from specdec.tuning.table import Table
+from specdec.tuning.timing import CONTEXT, median, room_for, time_rounds
+
+NAMES = (Fixed.name, Table.name, Bandit.name, Survival.name)
+HELP = "draft by the load: " + ", ".join(NAMES[1:])
+GUESS = 0.6  # how often a level is accepted where the one before was, if nobody has measured it
+ROUNDS, REPEATS = 6, 3  # timed rounds of a kind in a turn, and turns
+WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that cut trees are timed with
+
+
+def make_policy(name: str, costs: Callable[[], Costs], kinds: Sequence[Kind], prior: Sequence[float]) -> Policy:
+    """Return the policy of a text: `fixed`, `ema`, `table`, `table:1=5,8=3,32=0`, `survival`, or `survival:told` with
+    the name of an estimator.
+
+    Args:
+        costs: Called only if the policy depends on costs.
+        kinds: Of the rounds that draft 0, 1, ... D levels.
+        prior: For each level, how often it is accepted if the previous one was.
+
+    Raises:
+        ValueError: There is no such policy.
+    """
+    kind, detail = parts_of(name)
+    levels = len(kinds) - 1
+    if kind == Fixed.name:
+        return Fixed(levels)
+    if kind == Table.name:
+        return Table.parse(detail, levels) if detail else Table.measured(costs(), kinds, prior)
+    if kind == Bandit.name:
+        return Bandit(costs(), kinds, prior)
+    estimator = make_estimator(detail or "calibrated", levels)
+    return Survival(costs(), kinds, prior, estimator)
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Return a policy's name and the detail after the colon. Raises ValueError for an unknown policy."""
+    kind, _, detail = name.partition(":")
+    if kind not in NAMES or (detail and kind not in (Table.name, Survival.name)):
+        raise ValueError(f"there is no adaptive policy {name!r}; there are {', '.join(NAMES)}")
+    return kind, detail
+
+
+def kinds_of(tree: TreePolicy) -> list[Kind]:
+    """Return the kinds of rounds that draft 0, 1, ... D levels."""
+    return [PLAIN, *(Kind.of(tree.smaller(steps)) for steps in range(1, tree.steps + 1))]
+
+
+def first_rates(acceptance: Acceptance | None, tree: TreePolicy, temperature: float) -> list[float]:
+    """Return for each level how often it is accepted if the previous one was, in the trees that accept the most."""
+    if acceptance is None:
+        return [GUESS] * tree.steps
+    table, taus = acceptance.nearest(temperature).table(), [1.0]
+    table = [row[: tree.topk] for row in table]
+    for steps, kind in enumerate(kinds_of(tree)[1:], 1):
+        if steps <= len(table):
+            nodes = min(kind.nodes, most_nodes(len(table[0]), steps))
+            taus.append(acceptance.tau(optimal_paths(table[:steps], nodes), temperature))
+        else:  # the last level that was measured goes on
+            taus.append(taus[-1] + max(taus[-1] - taus[-2], 0.0) * GUESS)
+    reach = np.maximum(np.diff(taus), 0.01)
+    return np.clip(reach / np.concatenate([[1.0], reach[:-1]]), 0.05, 0.99).tolist()
+
+
+class Probe(Policy):
+    """Drafts the levels and verifies the nodes of one kind of round, while rounds are timed."""
+
+    kind, cuts = PLAIN, False
+
+    def __init__(self, name: str, cuts: bool):
+        self.name, self.cuts = name, cuts
+
+    def set(self, kind: Kind) -> None:
+        self.kind = kind
+
+    def plan(self, rows: int) -> int:
+        return self.kind.levels
+
+    def looks(self) -> bool:
+        return self.kind.cut
+
+    def keep(self, draft: Draft) -> np.ndarray:
+        paths = (draft.ancestors * draft.edges[:, None]).sum(-1)
+        return np.sort(np.argsort(-paths, 1, kind="stable")[:, : self.kind.nodes], 1)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The sequences that an engine is prepared for."""
+
+    rows: int
+    room: int | None = None  # tokens of each; None: as many as it takes to time rounds
+    reads: Reads = Reads.TOKENS
+    together: bool = False  # they begin together, so every captured or compiled round has all rows
+
+    @contextmanager
+    def begun(self, engine: Engine, turns: int = 1) -> Iterator[None]:
+        """Reserve room for them in the engine, which stores no prompts meanwhile."""
+        before = engine.prefixes, engine.compact
+        engine.prefixes, engine.compact = None, engine.compact and not (self.together and engine.graphs is not None)
+        try:
+            engine.reserve(self.rows, self.room or room_for(engine, ROUNDS, turns), reads=self.reads)
+            yield
+        finally:
+            engine.prefixes, engine.compact = before
+
+    def widths(self, engine: Engine) -> list[int]:
+        """Return the numbers of rows that rounds are timed for."""
+        return [self.rows] if self.together and engine.graphs is not None else widths_up_to(self.rows)
+
+
+def adaptive_engine(
+    name: str,
+    workload: Workload,
+    target,
+    drafter: Drafter,
+    tree: TreePolicy,
+    *given,
+    temperature: float = 0.0,
+    recalibrate: bool = False,
+    **how,
+) -> Engine:
+    """Return an engine whose rounds follow the policy of this name.
+
+    The rounds that the engine plays later are timed with the engine itself. If sequences come and go, they are
+    compiled first.
+
+    Args:
+        temperature: Of the acceptance that the policy starts from.
+        recalibrate: Measure costs even if they are cached.
+        given, how: As for `Engine`.
+    """
+    kind, _ = parts_of(name)
+    tree = over_block(drafter, tree)  # as the engine does: a tree has no levels beyond the block
+    engine = Engine(target, drafter, tree, *given, adaptive=Probe(kind, cuts=kind == Survival.name), **how)
+    if not workload.together:
+        prepare(engine, workload)
+    costs = partial(engine_costs, engine, workload, recalibrate)
+    engine.adaptive = make_policy(name, costs, kinds_of(tree), first_rates(drafter.acceptance, tree, temperature))
+    return engine
+
+
+def prepare(engine: Engine, workload: Workload) -> None:
+    """Compile the rounds of greedy texts for every number of rows, if the engine compiles. Other rounds are compiled
+    when they are first played. An adaptive policy must be a `Probe`."""
+    if engine.graphs is None or not engine.graphs.backend.any_bound:
+        return
+    with workload.begun(engine):
+        for number in workload.widths(engine):
+            time_rounds(engine, number, 1, _turns(engine, timed_kinds(engine)))
+    engine.graphs.finish()
+
+
+def timed_kinds(engine: Engine) -> list[Kind]:
+    """Return the kinds of rounds to time: every depth, but all or none if rounds are compiled, which takes long; and
+    several numbers of nodes if the policy cuts."""
+    kinds = kinds_of(engine.policy)
+    if engine.graphs is not None:
+        return kinds[:: len(kinds) - 1] if engine.graphs.backend.any_bound else kinds
+    whole = kinds[-1]
+    cuts = engine.adaptive is not None and engine.adaptive.cuts
+    return kinds + [whole._replace(nodes=n, cut=True) for n in WIDTHS if cuts and n < whole.nodes]
+
+
+def _turns(engine: Engine, kinds: Sequence[Kind]) -> list[Callable[[], None]]:
+    probe = engine.adaptive
+    return [lambda: None] if probe is None else [partial(probe.set, kind) for kind in kinds]
+
+
+def engine_costs(engine: Engine, workload: Workload, recalibrate: bool = False) -> Costs:
+    """Return the costs of this engine's rounds: cached ones, else measured ones."""
+    backend = engine.graphs and engine.graphs.backend
+    recorded = [type(backend).__name__, getattr(backend, "compiles", True), ops.backends()]
+    kinds = [type(engine.policy).__name__, engine.policy.topk, timed_kinds(engine)]
+    who = identity(engine.target, engine.drafter, kinds=kinds, workload=str(workload), recorded=recorded)
+    return cached_costs(who, lambda: measure_engine(engine, workload), recalibrate)
+
+
+def measure_engine(engine: Engine, workload: Workload, repeats: int = REPEATS) -> tuple[Costs, bool]:
+    """Time rounds of 1, 2, 4, ... rows, with everything that the host does for them. Also return whether to cache
+    them: not if the machine was busy, or if some rounds were not compiled yet."""
+    kinds = timed_kinds(engine)
+    turns = _turns(engine, kinds)
+
+    def run(rows: int) -> list[Point]:
+        found = time_rounds(engine, rows, ROUNDS, turns)
+        return [Point(kind, rows, CONTEXT, *median(s)) for kind, s in zip(kinds, found, strict=True)]
+
+    with workload.begun(engine, len(kinds)):
+        points, busy = measure([partial(run, rows) for rows in workload.widths(engine)], repeats)
+    launched = engine.graphs is not None and any(graph.launched for graph in engine.graphs.batch.graphs.values())
+    if busy:
+        print("note: the machine was busy, so the costs of rounds are rough, and not cached", file=sys.stderr)
+    return Costs(points, padded=engine.graphs is not None), not (busy or launched)

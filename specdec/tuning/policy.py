@@ -1,0 +1,265 @@
+"""The policy `ema`, a bandit over draft lengths.
+
+The arms are the numbers of levels that a round may draft. The bandit knows three things of an arm:
+
+    tokens     1 + the sum over its levels of the probability that a round accepts so far: running averages
+    seconds    speed x (costs + excess): the measured costs of its rounds, what they take longer where they are served,
+               and how fast the machine is lately
+    evidence   the blocks of rounds that its excess was learnt from; the standard error is NOISE / sqrt(1 + evidence)
+
+It plays the arm with the most tokens a second. After plain rounds, and at a load at which no drafts were played, drafts
+count with their lower bound, one standard error below. The arm with the best upper bound, two standard errors above, is
+tried for a block as often as that costs no more than SHARE of the time.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.engine.adaptive import Outcome, Policy
+from specdec.tuning.costs import PLAIN, Costs, Kind
+
+# Rounds that a choice stands for. A choice takes about 50 us, so that it costs less than a hundredth of rounds of 1 ms.
+BLOCK = 16
+SETTLE = 4  # rounds after a change that tell nothing of their kind: the drafter absorbs what plain rounds left
+NOISE = 0.1  # share by which a block on a shared machine differs from the next block, whatever it plays
+SHARE = 0.01  # of the time goes into tries at most: a fifth of the 5 % that a policy may lose to the best fixed choice
+KEPT = 16  # blocks of evidence at most: NOISE / 4, below which two arms are equal
+OLD = 1 / (2 * KEPT)  # share of the evidence that a block of another arm takes, which halves it in 22 blocks
+WEIGHT = 20.0  # rows that the prior of an acceptance rate counts: a standard error of 0.11 at most
+MEMORY = 0.98  # share of an observation that is left after a round that observed its level: an answer of 50 rounds
+RETURN = 0.998  # the same after a round that did not observe it: ten answers
+NEAR = 0.75  # octaves of rows that are one load: a row more or less, as requests come and go, changes nothing
+BEGIN = 5  # first rounds, which draft as deep as can be: levels that are not drafted are not observed
+LATELY = 256  # sequences whose prompts count in full
+
+
+class Rates:
+    """For every level the probability that its token is accepted if the previous level was: decayed counts."""
+
+    def __init__(self, prior: Sequence[float]):
+        self.prior = np.clip(np.asarray(prior, dtype=float), 0.01, 0.99)
+        # Lists: counting happens every round, and a few steps of Python are quicker than numpy for so few numbers.
+        self.hits, self.trials = [0.0] * len(prior), [0.0] * len(prior)
+        self.missed = 0  # rounds that drafted nothing, which have not been counted yet
+
+    def add(self, accepted: Iterable[int], ended: Iterable[bool]) -> None:
+        """Count the rows of one round: tokens that each accepted, and whether its path ended in a leaf, so that nothing
+        is known of the next level."""
+        hits, trials = [0] * len(self.hits), [0] * len(self.hits)
+        for count, leaf in zip(accepted, ended, strict=True):
+            for level in range(count):
+                hits[level] += 1
+            for level in range(count + (not leaf)):
+                trials[level] += 1
+        left, self.missed = RETURN**self.missed, 0
+        for level, seen in enumerate(trials):
+            kept = left * (MEMORY if seen else RETURN)
+            self.hits[level] = kept * self.hits[level] + hits[level]
+            self.trials[level] = kept * self.trials[level] + seen
+
+    def tokens(self, errors: float = 0.0) -> np.ndarray:
+        """Return the tokens that a round is expected to emit by levels [D+1]. errors: standard errors added to each
+        level's rate."""
+        left = RETURN**self.missed
+        counted = left * np.asarray(self.trials) + WEIGHT
+        rates = (left * np.asarray(self.hits) + WEIGHT * self.prior) / counted
+        if errors:
+            rates = np.minimum(rates + errors * np.sqrt(rates * (1 - rates) / counted), 1.0)
+        return np.concatenate([[1.0], 1 + rates.cumprod().cumsum()])
+
+
+@dataclass
+class Prompts:
+    """The cost of absorbing prompts into the drafter, which only drafts pay for."""
+
+    seconds: float = 0.0
+    absorbed: float = 0.0  # sequences that those seconds belong to
+    joined: float = 0.0  # all sequences
+    tokens: float = 0.0  # that these have emitted
+
+    def add(self, rows: int, seconds: float | None) -> None:
+        self.joined += rows
+        if seconds is not None:
+            self.seconds, self.absorbed = self.seconds + seconds, self.absorbed + rows
+        if self.joined > LATELY:
+            self.joined, self.tokens = self.joined / 2, self.tokens / 2
+            self.seconds, self.absorbed = self.seconds / 2, self.absorbed / 2
+
+    def price(self, running: int) -> float:
+        """Return seconds for each token. A running sequence has more tokens to come, so it does not count as one."""
+        if not (self.absorbed and self.tokens):
+            return 0.0
+        return self.seconds / self.absorbed * max(self.joined - running, 1.0) / self.tokens
+
+
+@dataclass
+class Load:
+    """What is known of the arms at loads of about as many rows."""
+
+    excess: np.ndarray  # [D+1] seconds that a served round takes longer than the measured costs
+    evidence: np.ndarray  # [D+1] blocks that these were learnt from
+    credit: float = 0.0  # seconds that tries may cost now
+
+
+class Bandit(Policy):
+    """Drafts as deep as gives the most expected tokens a second."""
+
+    name = "ema"
+    timed = False  # a server reports how long rounds take
+    rounds = 0  # planned so far
+    now: int | None = None  # the arm that is played, apart from tries
+    load, levels, left = -1, 0, 0  # of the current block: its load, its levels, and the rounds that are left
+    trying, wished = False, False  # whether the block is a try, and whether the last choice was to draft again
+    pace = 0.0  # seconds of a row's token by the arm that is played
+    speed = 1.0  # of the machine: a round takes so many times as long as expected
+    last: tuple[int, int, int, int] | None = None  # rows, levels, nodes and tokens of the round learnt last
+
+    def __init__(self, costs: Costs, kinds: Sequence[Kind], prior: Sequence[float]):
+        """kinds [D+1]: of rounds of 0, 1, ... D levels. prior [D]: as for `Rates`."""
+        self.costs, self.kinds, self.rates, self.prompts = costs, list(kinds), Rates(prior), Prompts()
+        self.loads = defaultdict(lambda: Load(np.zeros(len(kinds)), np.zeros(len(kinds))))
+        self.kind = (-1, 0)  # load and levels of the rounds that are being timed
+        self.fresh, self.since = True, 0  # the first block of that kind since a change, and its rounds so far
+        self.block: list[tuple[float, float]] = []  # seconds and expected seconds of these
+        self._known: dict[tuple, float] = {}
+
+    # Choices
+
+    def plan(self, rows: int) -> int:
+        self.rounds += 1
+        if self._begins():
+            return self.costs.choices[-1]
+        load = math.log2(max(rows, 1))
+        if not self.left or abs(load - self.load) > NEAR:
+            self.load, self.left = round(load), BLOCK
+            self.levels = self._choose(rows)
+        self.left -= 1
+        return self.levels
+
+    def _begins(self) -> bool:
+        return self.rounds <= BEGIN
+
+    def _choose(self, rows: int) -> int:
+        self._close()
+        load, choices, seconds = self.loads[self.load], self.costs.choices, self._seconds(rows)
+        error = NOISE / np.sqrt(1 + load.evidence) if self.timed else np.zeros(len(self.kinds))
+        speed = self._speed(rows, seconds)
+        # An arm that was never served here may be as fast as it was measured.
+        own = np.array([self._expected(rows, levels) for levels in range(len(self.kinds))])
+        best_case = np.where(load.evidence > 0, seconds, np.minimum(seconds, self.speed * own))
+        upper = speed * (self.rates.tokens(2.0) / self.rates.tokens()) * (1 + 2 * error) * seconds / best_case
+        if self.timed:
+            for values in (speed, upper):
+                values[1:] /= 1 + rows * self.prompts.price(rows) * values[1:]
+        draft = max(choices[1:], key=speed.__getitem__)
+        drafting = self.now and load.evidence[self.now]
+        best = draft if speed[draft] > speed[0] * (1 if drafting else 1 + error[draft]) else 0
+        # After plain rounds a drafter has much to absorb, so drafting must seem faster for a whole block.
+        wished, self.wished = self.wished, best > 0 and self.now == 0
+        self.now = 0 if self.wished and not wished else best
+        self.wished = self.wished and self.now == 0
+        self.pace = 1 / speed[self.now]
+        # Plain rounds are what all else is compared with, so their first try at a load does not wait for credit.
+        first = self.now > 0 and not load.evidence[0] and upper[0] > speed[self.now]
+        tried = 0 if first else max((d for d in choices if d != self.now), key=upper.__getitem__, default=self.now)
+        price = BLOCK * seconds[tried] * max(1 - speed[tried] * self.pace, 0.0)
+        if self.now == 0:  # the drafter absorbs each row's text, about a forward of each
+            price += rows * float(self.costs.seconds(PLAIN))
+        # A second block in a row would tell nothing of the arm, as `_close` takes it for the machine's speed.
+        self.trying = not self.trying and upper[tried] > speed[self.now] and (first or load.credit >= price)
+        load.credit = min(load.credit, price) if self.trying else load.credit
+        return tried if self.trying else self.now
+
+    def _speed(self, rows: int, seconds: np.ndarray) -> np.ndarray:
+        """Return tokens a second of a row by levels [D+1]. seconds [D+1]: of a round."""
+        return self.rates.tokens() / seconds
+
+    def _seconds(self, rows: int) -> np.ndarray:
+        """Return the seconds of a round by levels [D+1], as they are expected lately."""
+        own = np.array([self._expected(rows, levels) for levels in range(len(self.kinds))])
+        return self.speed * np.maximum(own + self._excess(), own / 10)
+
+    def _excess(self) -> np.ndarray:
+        """Return the excess of each number of levels [D+1]. Arms with little evidence take after the other drafts, or
+        where there are none after the plain rounds; loads without evidence after the nearest load with any."""
+        known = [load for load, what in self.loads.items() if what.evidence.any()]
+        if not known:
+            return np.zeros(len(self.kinds))
+        here = self.loads[min(known, key=lambda load: abs(load - self.load))]
+        drafts = here.evidence[1:].sum()
+        pool = here.evidence[1:] @ here.excess[1:] / drafts if drafts else here.excess[0]
+        found = (here.evidence * here.excess + pool) / (here.evidence + 1)
+        found[0] = here.excess[0] if here.evidence[0] else pool
+        return found
+
+    def _expected(self, rows: int, levels: int, nodes: int | None = None) -> float:
+        """Return the measured seconds of a round. nodes: that were verified; None: all of the tree."""
+        key = rows, levels, nodes
+        if key not in self._known:
+            kind = self.kinds[levels]
+            cut = nodes is not None and nodes < kind.nodes
+            self._known[key] = float(self.costs.seconds(kind._replace(nodes=nodes, cut=True) if cut else kind, rows))
+        return self._known[key]
+
+    # Learning
+
+    def joined(self, rows: int, seconds: float | None) -> None:
+        self.prompts.add(rows, seconds)
+
+    def learn(self, outcome: Outcome) -> None:
+        rows = len(outcome.accepted)
+        self.last = rows, outcome.levels, outcome.nodes, rows + sum(outcome.accepted)
+        self.prompts.tokens += self.last[-1]
+        if outcome.levels:
+            self.rates.add(outcome.accepted, outcome.ended)
+        else:
+            self.rates.missed += 1
+        if not self.timed:
+            self._pay(self._expected(*self.last[:3]))
+
+    def took(self, seconds: float) -> None:
+        if self.last is None:
+            return
+        self.timed = True
+        self._pay(seconds)
+        (rows, levels, nodes, _), self.last = self.last, None
+        kind = self.load, levels
+        if kind != self.kind:
+            self._close()
+            self.kind, self.fresh, self.since = kind, True, 0
+        self.since += 1
+        if self.since > SETTLE:
+            self.block.append((seconds, self._expected(rows, levels, nodes)))
+
+    def changed(self, rows: int, levels: int) -> None:
+        self.block = []
+        load = self.loads[round(math.log2(max(rows, 1)))]
+        load.excess[levels] = load.evidence[levels] = 0.0
+
+    def _pay(self, seconds: float) -> None:
+        """Account for a round: a try pays what it took longer than the arm that is played takes for as many tokens."""
+        rows, *_, tokens = self.last
+        load = self.loads[self.load]
+        load.credit += tokens / rows * self.pace - seconds if self.trying else SHARE * seconds
+
+    def _close(self) -> None:
+        """Learn from a block. Right after a change the machine is what it was before, so what is new is the excess of
+        the arm; later, what is new is the speed of the machine. So arms are compared by blocks that were near each
+        other in time."""
+        if not self.block:
+            return
+        (taken, own), weight = np.median(self.block, 0), len(self.block) / BLOCK
+        load, levels = self.loads[self.kind[0]], self.kind[1]
+        if self.fresh or not load.evidence[levels]:
+            load.evidence *= (1 - OLD) ** weight
+            load.evidence[levels] = min(load.evidence[levels] + weight, KEPT)
+            found = taken / self.speed - own
+            load.excess[levels] += (found - load.excess[levels]) * weight / load.evidence[levels]
+        else:
+            known = self.speed * max(own + load.excess[levels], own / 10)
+            self.speed *= (taken / known) ** (weight / 2)
+        self.fresh, self.block = False, []

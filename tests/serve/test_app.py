@@ -247,7 +247,7 @@ WRONG = [
     ),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 1000}, "max_completion_tokens", "but a text may have 100 here"),
     (CHAT, {"messages": HELLO, "max_tokens": 1000}, "max_tokens", "but a text may have 100 here"),
-    (CHAT, {"messages": HELLO * 50}, "messages", "but a text may have 100 here"),
+    (CHAT, {"messages": HELLO * 20}, "messages", "but a text may have 100 here"),
     (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
     (
         CHAT,

@@ -92,7 +92,7 @@ def put_in_trace(trace: Path, folder: Path, name: str, content: bytes) -> None:
 @pytest.mark.parametrize("name", [HEADER, ROWS, ROUNDS])
 def test_traces(trace, tmp_path, name):
     told = []
-    for what, content in edited((trace / name).read_bytes(), 150):
+    for what, content in edited((trace / name).read_bytes(), 60):
         put_in_trace(trace, tmp_path / "t", name, content)
         try:
             told.append(check_metrics(tmp_path / "t"))
@@ -100,7 +100,7 @@ def test_traces(trace, tmp_path, name):
             raise AssertionError(what) from error
     refused = [sentence for sentence in told if sentence]
     assert len(refused) > len(told) / 3
-    assert not [s for s in refused if name not in s and "is missing" not in s]
+    assert all(str(tmp_path / "t") in sentence for sentence in refused)
 
 
 def test_nodes_of_traces(trace, tmp_path):
@@ -140,7 +140,7 @@ def test_points_of_sweeps(swept, tmp_path, name, capsys):
 
     for number, file in enumerate(sorted(swept.glob(f"points/*/{name}"))):
         drawn = 0
-        for what, content in edited(file.read_bytes(), 100, seed=number):
+        for what, content in edited(file.read_bytes(), 25, seed=number):
             shutil.copytree(swept, out, ignore=shutil.ignore_patterns("trace"))
             (out / file.relative_to(swept)).write_bytes(content)
             said = refusal(show, what=f"{file}: {what}")
@@ -175,14 +175,14 @@ def test_token_maps(tmp_path):
 
 
 def check_file(file: Path, content: object, use: Callable[[], object]) -> None:
-    """Edit a JSON file in 300 ways; `use` reads it."""
+    """Edit a JSON file in many ways; `use` reads it."""
     refused = 0
-    for what, changed in edited(json.dumps(content).encode(), 300):
+    for what, changed in edited(json.dumps(content).encode(), 150):
         file.write_bytes(changed)
         if said := refusal(use, what=what):
             assert str(file.parent) in said
             refused += 1
-    assert refused > 100
+    assert refused > 50
 
 
 def refusal(use: Callable, *given: object, what: str = "") -> str:

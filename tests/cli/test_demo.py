@@ -72,8 +72,8 @@ def test_every_bundled_drafter_is_lossless_and_of_use(pair, plain, name):
     target, _ = pair
     settings = dict(OTHERS[name])
     drafter = specdec.load_drafter(settings.pop("draft"), target, **settings)
-    out = [specdec.generate(target, p, drafter, max_new_tokens=64) for p in PROMPTS[::2]]
-    assert [o.rows[0].tokens for o in out] == plain[::2]
+    out = [specdec.generate(target, p, drafter, max_new_tokens=64) for p in PROMPTS]
+    assert [o.rows[0].tokens for o in out] == plain
     assert sum(o.num_tokens - 1 for o in out) / sum(o.rounds for o in out) > 1.3
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
@@ -42,18 +43,24 @@ class Call(threading.Thread, Generic[Made]):
         self.future = Future[Made]()
         self.future.set_running_or_notify_cancel()  # nobody can take it back
         self.call = lambda: function(*args, **how)
+        self.over = False
         self.start()
 
     def run(self) -> None:
-        try:
-            self.future.set_result(self.call())
-        except BaseException as error:
-            self.future.set_exception(error)
+        with suppress(SystemExit):  # of a `stop` that comes when the call has just ended
+            try:
+                made = self.call()
+            except BaseException as error:
+                self.over = True
+                self.future.set_exception(error)
+            else:
+                self.over = True
+                self.future.set_result(made)
 
     def stop(self) -> None:
         """End the call by an exception in its thread. Python code ends at once, a call of C code first returns."""
-        for _ in range(20):  # whoever catches the exception gets the next one
-            if self.is_alive():
+        for _ in range(20):  # a call that catches the exception gets another one
+            if not self.over:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
                 self.join(0.05)
 

@@ -63,6 +63,7 @@ class Scheduler:
         self.changed = threading.Condition()
         self.queue: list[Job] = []
         self.running: dict[Sequence, Job] = {}
+        self.served: object = None  # the request that got a row last
         self.prefilled = False  # the last step was a prefill
         self.rests = True  # the engine has nothing left to do, and has dropped what it kept of rows that have ended
         self.since: float | None = None  # when the last step ended, if nobody had to be waited for since
@@ -200,6 +201,7 @@ class Scheduler:
                 break
             joining.append(job)
             self.queue.remove(job)
+            self.served = job.request
             self.queue.sort(key=lambda other: other.request == job.request)  # the others of its request go last
         for job in joining:
             job.sequence = self.engine.add(job.prompt, **job.how)
@@ -210,9 +212,10 @@ class Scheduler:
         """Return the queued job that gets the next row; None if none may. Requests take turns, so that one with many
         choices does not hold up the others, and the last free row goes to a request that has none."""
         having = [job.request for job in (*self.running.values(), *joining)]
-        if len(having) < self.rows - 1:
-            return self.queue[0] if self.queue else None
-        return next((job for job in self.queue if len(having) < self.rows and job.request not in having), None)
+        allowed = self.queue
+        if len(having) >= self.rows - 1:
+            allowed = [job for job in self.queue if len(having) < self.rows and job.request not in having]
+        return min(allowed, key=lambda job: job.request is self.served, default=None)
 
     def _tell(self, report: RoundReport) -> None:
         """Send what a step has emitted, and let those go that have ended."""

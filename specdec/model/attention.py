@@ -159,11 +159,11 @@ class Attention(Freezable):
         def attention(x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
             rows = qkv(x if x.ndim == 2 else x.flatten(0, -2))
             if write is not None and isinstance(attend, CacheView):
-                out = attend.of_rows(rows.view(len(rows), -1, dim), rope, write)
+                out = attend.of_rows(rows.unflatten(-1, (-1, dim)), rope, write)
             else:
-                out = spread(rows.view(*rope[0].shape[:2], -1, dim), rope, attend)
+                out = spread(rows.view(*rope[0].shape[:2], rows.shape[-1] // dim, dim), rope, attend)
             out = o(out.flatten(0, 1))
-            return out if x.ndim == 2 else out.view(*x.shape[:-1], -1)
+            return out if x.ndim == 2 else out.view(*x.shape[:-1], out.shape[-1])
 
         return attention
 

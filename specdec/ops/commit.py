@@ -15,7 +15,9 @@ Commit = Callable[[Tensor, Tensor, Tensor], None]
 
 def commit(memory: Sequence[Tensor]) -> Commit:
     """Return the function of lens [B], path [B,P] and n [B] that moves the slots of layers [2,R,S,K,Dh], of whose rows
-    the first B are in use."""
+    the first B are in use. Without layers it does nothing."""
+    if not memory:
+        return lambda lens, path, n: None
     like = memory[0]
     if kernel := kernel_for("commit", like):
         addresses = torch.tensor([kv.data_ptr() for kv in memory], device=like.device)

@@ -43,6 +43,8 @@ def refusal_of(kind: type[BaseModel], given: Mapping[str, Any], error: Mapping[s
     where = place_in_words((*error["loc"], *getattr(reason, "path", ())))
     if isinstance(reason, Unsupported):
         return Refusal(mistake(error), where, code="unsupported_parameter")
-    if reason is not None or not words or error["type"] in ("missing", "too_short"):
+    if reason is not None:
+        return Refusal(f"{where} {reason}", where)
+    if not words or error["type"] in ("missing", "too_short"):
         return Refusal(mistake(error), where)
     return Refusal(f"{field} must be {words}, got {shown(given[field])}", field)

@@ -86,7 +86,7 @@ def check_flags(args: argparse.Namespace) -> None:
     if args.compile and args.no_graphs:
         raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
     if args.adaptive is not None and args.compile:
-        raise ValueError("--adaptive contradicts --compile but in `specdec serve`: its rounds are launched")
+        raise ValueError("--adaptive contradicts --compile but in `specdec serve`: its rounds are eager")
     if args.chat and (args.json or args.compare or args.raw):
         raise ValueError("--chat goes with neither --json nor --compare nor --raw")
     if args.tp_plan is not None:

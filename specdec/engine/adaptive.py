@@ -51,7 +51,7 @@ class Policy:
 
     @property
     def cuts(self) -> bool:
-        """May leave out nodes of a draft, which the host must see for that: such rounds are launched."""
+        """May leave out nodes of a draft, which the host must see for that: such rounds are eager."""
         return type(self).keep is not Policy.keep
 
     def plan(self, rows: int) -> int:

@@ -58,7 +58,7 @@ class Batch:
 
         Args:
             widths: numbers of rows that rounds may have, ascending, the last is `rows`; None for any number.
-            overlap: rounds are launched before the last one is read, so the device ends rows by itself.
+            overlap: a round starts before the last one is read, so the device ends rows by itself.
             compact: drop rows that have ended. Rounds of given widths drop them as soon as a smaller width fits.
             abstain: draft no more levels than the drafter has something to propose for.
             adaptive: chooses the trees of rounds.
@@ -271,9 +271,9 @@ class Batch:
         bucket = self.room if any_bound else next(size for size in self.buckets if size >= bound)
         graph = self._graph(bucket, levels)
         report = graph.replay(bound)
-        if self.controller is not None and graph.launched and not report.launched:
+        if self.controller is not None and graph.eager and not report.eager:
             self.controller.policy.changed(len(self.sequences), levels)
-        graph.launched = report.launched
+        graph.eager = report.eager
         return report if any_bound else copied(report)
 
     def _graph(self, bucket: int, levels: int | None) -> Graph:

@@ -52,7 +52,7 @@ class Engine:
     them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or an executor insists.
     `compile` lets Inductor make one function of a round, on a GPU before it is captured (docs/compile.md); "aside" does
     so in another process, and rounds are eager until their function is ready.
-    `overlap` reads what a round emitted after the next was launched; None does so with graphs. `compact` drops rows
+    `overlap` reads what a round emitted after the next has started; None does so with graphs. `compact` drops rows
     that have ended (`batch.Batch`); False carries them, as `generate` does where rounds are captured.
     `abstain` drafts no more than a drafter has to propose (`DraftState.levels`). Captured rounds ignore it.
     `adaptive` chooses the tree of every round, no larger than the policy's, by the load (docs/adaptive.md).

@@ -62,7 +62,7 @@ class Graph:
 
     replay: Callable[[int], RoundReport]
     bindings: list  # what it reads other than the tensors of the batch and parameters
-    launched: bool = False  # the last round was played eagerly instead
+    eager: bool = False  # the last round was played eagerly instead
 
 
 def buckets(room: int) -> list[int]:

@@ -35,14 +35,14 @@ class Reader:
         return self.turn
 
     def finish(self, number: int) -> list[list]:
-        """Wait for that copy only, and not for what was launched since."""
+        """Wait for that copy only, and not for what was started since."""
         if self.cuda:
             self.events[number].synchronize()
         return [buffer.tolist() for buffer in self.buffers[number]]
 
 
 class Loop:
-    """The rounds of a batch, of which up to `lag` (0 or 1) are launched before the oldest is read.
+    """The rounds of a batch, of which up to `lag` (0 or 1) are started before the oldest is read.
 
     While a text obeys a grammar, the lag is 0: what a round may emit depends on what the last one has emitted."""
 
@@ -65,12 +65,12 @@ class Loop:
     def next(self) -> RoundReport | None:
         """Launch the next round, read the oldest one and add its tokens to its sequences; None if there is none.
 
-        A round that is void by the sequences' limits is not launched, so at most one round is launched in vain, where a
+        A round that is void by the sequences' limits is not started, so at most one round is started in vain, where a
         text ends early."""
         self.threads.adapt()
         while going := self.batch.going():
-            launched = self._launch(going)
-            if len(self.pending) > self.lag or not launched:
+            started = self._launch(going)
+            if len(self.pending) > self.lag or not started:
                 return self._read(*self.pending.pop(0), captured=self.batch.captured)
         self.pending.clear()  # void: all their rows ended before
         return None

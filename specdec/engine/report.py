@@ -83,7 +83,7 @@ class RoundReport:
     parents: Tensor | None = None  # [B,N] of the tree
     path: Tensor | None = None  # [B,P] of the verdict
     deferred: Positions | None = None  # of a plain round: for the drafter to absorb later
-    launched: bool = False  # played eagerly instead of replayed, as the captured round is not ready yet
+    eager: bool = False  # played eagerly instead of replayed, as the captured round is not ready yet
 
     def only(self, reads: Reads) -> "RoundReport":
         """Return a copy without the fields that no observer reads."""

@@ -48,7 +48,7 @@ class Scheduler:
         ValueError if the engine cannot hold that many."""
         self.engine, self.rows, self.queue_limit = engine, rows, queue
         self.prefill_chunk = prefill_chunk or CHUNKS[engine.device.type]
-        # Nothing is copied for reports of launched rounds; of replayed ones what the host knows is enough.
+        # Nothing is copied for reports of eager rounds; of replayed ones what the host knows is enough.
         self.reads = Reads.TREES if engine.graphs is None else Reads.TOKENS
         self.max_seconds, self.observer = max_seconds, observer
         if observer is not None:

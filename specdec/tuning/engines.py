@@ -210,7 +210,7 @@ def measure_engine(engine: Engine, workload: Workload, repeats: int = REPEATS) -
 
     with workload.begun(engine, len(kinds)):
         points, busy = measure([partial(run, rows) for rows in workload.widths(engine)], repeats)
-    launched = engine.graphs is not None and any(graph.launched for graph in engine.graphs.batch.graphs.values())
+    eager = engine.graphs is not None and any(graph.eager for graph in engine.graphs.batch.graphs.values())
     if busy:
         print("note: the machine was busy, so the costs of rounds are rough, and not cached", file=sys.stderr)
-    return Costs(points, padded=engine.graphs is not None), not (busy or launched)
+    return Costs(points, padded=engine.graphs is not None), not (busy or eager)

@@ -48,7 +48,7 @@ def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "pair"])
 def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
     """The text is that of an eager round. The library is kept and loaded by the next engine; a damaged one is removed.
-    Nobody waits for another process that compiles: rounds are launched meanwhile."""
+    Nobody waits for another process that compiles: rounds are eager meanwhile."""
     monkeypatch.setattr(build, "kept_folder", lambda name: tmp_path)
     target = tiny_target(layers=1)
     models = [target, tiny_drafter(target)] if drafts else [target]
@@ -61,11 +61,11 @@ def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
     assert (result.rows[0].tokens, result.rows[0].trace) == (expected.tokens, expected.trace)
     if how == "aside":
         (graph,) = engine.graphs.batch.graphs.values()
-        assert graph.launched
+        assert graph.eager
         assert not list(tmp_path.glob("*/round.so"))
         engine.graphs.finish()
         assert engine.generate(**HOW).rows[0].tokens == expected.tokens
-        assert not graph.launched
+        assert not graph.eager
     else:
         assert result.decode_seconds < result.parts["capture"] < result.seconds
     said = capfd.readouterr().err
@@ -77,7 +77,7 @@ def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(build, "make_library", None)
     for again in (Engine(*parts, compile=True), Engine(*parts, compile="aside")):
         assert again.generate(**HOW).rows[0].tokens == expected.tokens
-        assert not any(graph.launched for graph in again.graphs.batch.graphs.values())
+        assert not any(graph.eager for graph in again.graphs.batch.graphs.values())
     assert "loaded a compiled round" in capfd.readouterr().err
     damaged = tmp_path / "damaged" / "round.so"
     damaged.parent.mkdir()
@@ -96,10 +96,10 @@ def test_what_does_not_compile_stays_launched(tmp_path, monkeypatch, capfd):
         assert engine.generate(**HOW).rows[0].tokens == expected
         engine.graphs.finish()
     said = capfd.readouterr().err
-    assert "a round stays launched, as it was not compiled" in said
+    assert "a round stays eager, as it was not compiled" in said
     assert "no-such-compiler" in said
     assert "Traceback" not in said
-    assert [graph.launched for graph in engine.graphs.batch.graphs.values()] == [True]
+    assert [graph.eager for graph in engine.graphs.batch.graphs.values()] == [True]
 
 
 @needs_compiler
@@ -160,7 +160,7 @@ class Slow(Interpreted):
             if len(rounds) > 3:
                 return replay(bound)
             output = run(bound)
-            output.launched = True
+            output.eager = True
             return output
 
         return play

@@ -1,4 +1,4 @@
-"""On a GPU: replayed rounds emit what launched ones do, never wait for the device, and take no memory twice."""
+"""On a GPU: replayed rounds emit what eager ones do, never wait for the device, and take no memory twice."""
 
 from functools import partial
 
@@ -33,10 +33,10 @@ def parts(drafter: str | None = "eagle3", policy: str = "dynamic") -> tuple:
 def test_as_without_graphs(drafter, policy, sampling):
     """With the same seed also where numbers are drawn: a replay takes those that the round would have taken."""
     pair = parts(drafter, policy)
-    replayed, launched = Engine(*pair), launching(*pair)
+    replayed, eager = Engine(*pair), launching(*pair)
     assert replayed.graphs is not None
     for seed in (0, 1):  # captures, and replays from the beginning
-        told = [outcome(engine, sampling=sampling, seed=seed) for engine in (replayed, launched)]
+        told = [outcome(engine, sampling=sampling, seed=seed) for engine in (replayed, eager)]
         assert_same(*told)
 
 
@@ -56,10 +56,10 @@ def test_every_rule(verifier):
 
 def test_penalties_and_rows_that_differ():
     pair = parts()
-    replayed, launched = Engine(*pair), launching(*pair)
+    replayed, eager = Engine(*pair), launching(*pair)
     for penalty in (1.5, 2.0):
         mixed = [Sampling(0.5, repetition_penalty=penalty), SAMPLED, Sampling(frequency_penalty=penalty)]
-        assert_same(*(outcome(engine, sampling=mixed, logprobs=True) for engine in (replayed, launched)))
+        assert_same(*(outcome(engine, sampling=mixed, logprobs=True) for engine in (replayed, eager)))
 
 
 def test_every_bucket(monkeypatch):
@@ -149,7 +149,7 @@ def test_one_engine_forgets_and_another_goes_on():
 
 @pytest.mark.parametrize("reads", list(Reads))
 def test_what_observers_read(reads):
-    """The same of replayed rounds and of launched ones, at every level."""
+    """The same of replayed rounds and of eager ones, at every level."""
     pair, told = parts(), []
 
     class Watch(Observer):

@@ -1,4 +1,4 @@
-"""Observers receive what they declare to read, of launched rounds and of replayed ones."""
+"""Observers receive what they declare to read, of eager rounds and of replayed ones."""
 
 import pytest
 from helpers import tiny_drafter, tiny_target
@@ -37,7 +37,7 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "launched"])
+@pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "eager"])
 def test_what_an_observer_reads(graphs, monkeypatch):
     """All observers receive the same tokens. A function receives everything. What nobody reads is not copied."""
     copied, copy = [], executor.copy_of

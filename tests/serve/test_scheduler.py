@@ -177,7 +177,7 @@ def test_a_policy_is_told_how_long_rounds_take_but_not_prefills_and_not_waiting(
     assert 0 < sum(seconds) < busy + 0.5
 
 
-@pytest.mark.parametrize("how", [{}, {"overlap": True}, {"adaptive": Fixed(0)}], ids=["launched", "overlapped", "held"])
+@pytest.mark.parametrize("how", [{}, {"overlap": True}, {"adaptive": Fixed(0)}], ids=["eager", "overlapped", "held"])
 def test_an_idle_engine_keeps_nothing_of_those_that_have_ended(how, caplog):
     """Rows are dropped, and what plain rounds have left to the drafter, without another job that makes them go."""
     with serving(tiny_engine(**how)) as scheduler:

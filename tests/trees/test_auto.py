@@ -160,15 +160,15 @@ def test_compiled_rounds_have_costs_of_their_own():
         asked.append(tree)
         return 0.0, sum(compiled(tree, rounds)) / 2
 
-    launched = world(level=0.6, node=0.02)
-    choice = choose(TREES, launched, seconds_of)
+    eager = world(level=0.6, node=0.02)
+    choice = choose(TREES, eager, seconds_of)
     timed = set(asked) - {None}
     assert len({tree.steps for tree in timed}) == len(timed) == auto.COMPILED
     rate = {c.tree: c.tau / sum(compiled(c.tree, 1)) for c in TREES if c.tree in timed}
-    assert choice.tree == max(rate, key=rate.get) != choose(TREES, launched).tree
+    assert choice.tree == max(rate, key=rate.get) != choose(TREES, eager).tree
     assert choice.speedup == pytest.approx(rate[choice.tree])
     assert choice.plain_tokens_per_second == pytest.approx(2.0)
-    assert choose(TREES, launched, lambda tree, rounds: (0.0, 1.0 if tree is None else 9.0)).tree is None
+    assert choose(TREES, eager, lambda tree, rounds: (0.0, 1.0 if tree is None else 9.0)).tree is None
 
 
 def test_candidates_keep_to_the_drafter():

@@ -29,7 +29,7 @@ class CompiledRounds:
     fixed, any_bound, late = True, True, False
 
     def __init__(self, aside: bool = False):
-        """aside: functions that are not kept yet are compiled in another process, and meanwhile rounds are launched."""
+        """aside: functions that are not kept yet are compiled in another process, and meanwhile rounds are eager."""
         native.load()
         self.workshop = Workshop() if aside else None
 
@@ -49,7 +49,7 @@ class CompiledRounds:
         return self._meanwhile(run, graph, library)
 
     def _meanwhile(self, run: Callable[[int], Any], graph: RoundGraph, library: Path) -> Callable[[int], Any]:
-        """A round that is launched until it has been compiled."""
+        """A round that is eager until it has been compiled."""
         order, replay = self.workshop.order_of(graph, library), None
 
         def play(bound: int) -> Any:
@@ -57,7 +57,7 @@ class CompiledRounds:
             if replay is None:
                 compiled = self.workshop.look(order)
                 if compiled is None:
-                    return replace(run(bound), launched=True)
+                    return replace(run(bound), eager=True)
                 replay = replay_of(graph, compiled)
             return replay(bound)
 

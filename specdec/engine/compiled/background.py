@@ -114,7 +114,7 @@ class Work:
             self.said.seek(0)
             lines = self.said.read().decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"its process ended with {failed}"
-            print(f"note: a round stays launched, as it was not compiled: {reason}", file=sys.stderr)
+            print(f"note: a round stays eager, as it was not compiled: {reason}", file=sys.stderr)
         else:
             seconds, more = time.perf_counter() - self.begun, f"; {left} more are to come" if left else ""
             print(

@@ -87,7 +87,7 @@ def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
 
 
 @needs_compiler
-def test_what_does_not_compile_stays_launched(tmp_path, monkeypatch, capfd):
+def test_what_does_not_compile_stays_eager(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(build, "kept_folder", lambda name: tmp_path)
     target = tiny_target(layers=1)
     engine, expected = Engine(target, compile="aside"), Engine(target).generate(**HOW).rows[0].tokens

@@ -5,7 +5,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -105,7 +105,7 @@ def generate(
     graphs: bool | None = None,
     compile: bool = False,
     adaptive: Policy | str | None = None,
-    **request,
+    **request: Any,
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 

@@ -48,6 +48,8 @@ from specdec.model.weight_files import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specdec.model.target import Target
+
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
     recipe.FAMILY: (recipe.LAYOUT,),
@@ -180,7 +182,7 @@ def find_layout(family: Family, name: str) -> Layout:
 
 def load_drafter(
     path: "str | os.PathLike | PreTrainedModel",
-    target,
+    target: "Target",
     *,
     token_map: str | os.PathLike | None = None,
     feedback: str | None = None,

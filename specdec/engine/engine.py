@@ -43,11 +43,14 @@ class Result:
 class Engine:
     """Decode sequences with a target, and with a drafter and a draft tree if given.
 
-    `generate` decodes a batch. For continuous batching, `reserve` allocates rows, `add` queues a sequence, `step` runs
-    a prefill or a round, and `abort` ends a sequence. A drafter serves one engine at a time, as it stores the rows.
+    `generate` drops all rows and decodes a batch. For continuous batching, `reserve` allocates rows, `add` queues a
+    sequence, `step` runs a prefill or a round, `abort` ends a sequence. A drafter serves one engine at a time.
 
     Args:
-        target, drafter, policy, verifier: The model, its drafter, the draft tree and the rule of acceptance.
+        target: The model.
+        drafter: Its drafter; None decodes plainly.
+        policy: The draft tree.
+        verifier: The rule that accepts drafted tokens.
         children: Children of a node above temperature 0: likeliest, coupled or drawn. None fits the verifier.
         graphs: Replay rounds as CUDA graphs. None does so on a GPU if possible.
         compile: Compile rounds with Inductor. "aside" compiles in another process and runs eager rounds meanwhile.
@@ -224,11 +227,11 @@ class Engine:
             prompts: Token ids per row. Rows may differ in all arguments that accept a list.
             seed: Row i has the seed (seed, i), or seed[i] of a list. Draws of a row depend only on its seed.
             eos: Ids that end a row and belong to it; the target's by default.
-            stop, grammar: Stop condition and grammar per row.
+            stop: Stop condition per row.
+            grammar: Grammar that texts must match.
             logprobs: Store log-probabilities of emitted tokens, before penalties, temperature and filters.
             observer: Called after every step.
-
-        Drops all reserved rows, and reserves none."""
+        """
         start, config = time.perf_counter(), self.target.config
         eos = self.target.eos if eos is None else eos
         if not prompts:

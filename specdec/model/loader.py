@@ -80,21 +80,17 @@ def load_target(
 ) -> "Target | TransformersTarget":
     """Load a target from a checkpoint folder, a GGUF file, a hub name, or a transformers model in memory.
 
-    Native families use our own decoder. Other models, and targets on several devices, use transformers' modules.
-
     Args:
         path: Folder, GGUF file, hub name or model. A model keeps its dtype and device; native targets copy weights.
         dtype: fp32, fp16, bf16 or auto (the checkpoint's on a GPU, fp32 on a CPU).
         device: Such as cpu or cuda:1.
         tokenizer: Whether to load the tokenizer, or the tokenizer itself. A model in memory comes without one.
-        generic: Use transformers' modules for a native family too.
+        generic: Use transformers' modules, as for families that are not native and on several devices.
         allow_nonfinite: Accept weights with NaN or Inf.
         tp_plan: 'auto' splits the target among the processes of torchrun.
         device_map: 'auto' spreads layers over GPUs, memory and disk; or a JSON file.
 
-    Raises:
-        ValueError: The checkpoint is damaged, or not supported.
-    """
+    Raises ValueError if the checkpoint is damaged or not supported."""
     if tp_plan and device_map:
         raise ValueError("give a tp_plan or a device_map, not both")
     if tp_plan not in (None, "auto"):

@@ -189,7 +189,11 @@ def compare(
         target: The model or its name.
         drafts: Drafters or names; or a mapping from your own names to them. An entry may be a mapping with `draft`,
             and with its own `tree`, `verifier`, `token_map`, `compile` and `name`.
-        prompts, max_new_tokens, sampling, seed, raw: As for `specdec.answer`.
+        prompts: As for `specdec.answer`.
+        max_new_tokens: As for `specdec.answer`.
+        sampling: As for `specdec.answer`.
+        seed: As for `specdec.answer`.
+        raw: As for `specdec.answer`.
         tree: Tree of entries without one; by default the drafter's usual one.
         verifier: Verifier of entries without one.
         trials: Number of turns.

@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 INT8 := $(if $(filter x86_64,$(shell uname -m)),--draft-dtype int8)
 
-.PHONY: demo test test-all lint wheels clean
+.PHONY: demo test test-all lint docs wheels clean
 
 demo: $(VENV)/.installed
 	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
@@ -26,6 +26,10 @@ lint: $(VENV)/.tested
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
+# The site in build/site. Ends with an error for a warning or a broken link.
+docs: $(VENV)/.documented
+	$(RUN) scripts/build_docs.py
+
 wheels: $(VENV)/.installed
 	$(RUN) scripts/gpu_wheels.py
 
@@ -37,6 +41,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.tested: $(VENV)/.installed requirements-speculators.txt
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
 	$(VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement requirements-speculators.txt
+	touch $@
+
+$(VENV)/.documented: $(VENV)/.installed
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs,serve]'
 	touch $@
 
 clean:

@@ -5,7 +5,7 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -37,7 +37,15 @@ REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  
 
 @dataclass
 class Generation:
-    """The answers to a batch of prompts, a row for each, and what they took."""
+    """The answers to a batch of prompts, with statistics.
+
+    Attributes:
+        text: The text of each row.
+        rows: The sequence of each row: tokens, `finish`, trace, log-probabilities.
+        result: The engine's result, with times in seconds.
+        steps: Levels of the draft tree; 0 without a drafter.
+        verifier: The rule that accepted tokens; None without a drafter.
+    """
 
     text: list[str]
     rows: list[Sequence]
@@ -51,34 +59,37 @@ class Generation:
 
     @property
     def lossless(self) -> bool:
-        """Whether the text is distributed as the target's own. Only a verifier can make it otherwise."""
+        """Whether the verifier keeps the target's distribution."""
         return self.verifier is None or self.verifier.lossless
 
     @property
     def num_tokens(self) -> int:
+        """Emitted tokens of all rows."""
         return sum(len(row.tokens) for row in self.rows)
 
     @property
     def rounds(self) -> int:
+        """Rounds of drafting and verification of all rows."""
         return sum(row.trace.rounds for row in self.rows)
 
     @property
     def tau(self) -> float:
-        """Emitted tokens per round; see `specdec.engine.traces.tau`."""
+        """Emitted tokens per round."""
         return tau([row.trace for row in self.rows])
 
     @property
     def acceptance_by_depth(self) -> list[float]:
+        """Share of rounds that accepted at least 1, 2, ... `steps` drafted tokens."""
         return acceptance_by_depth([row.trace for row in self.rows], self.steps)
 
     @property
     def undrafted(self) -> int:
-        """Rounds in which the drafter had nothing to propose; without a drafter all of them."""
+        """Rounds without a proposal of the drafter; all rounds without a drafter."""
         return sum(row.trace.undrafted for row in self.rows)
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of decoding. The prefill with the first token does not count, nor does showing text."""
+        """Tokens per second of decoding, without the prefill, the first token and the time of the observer."""
         decoded = self.num_tokens - len(self.rows)
         return decoded / self.result.decode_seconds if decoded else 0.0
 
@@ -94,19 +105,27 @@ def generate(
     graphs: bool | None = None,
     compile: bool = False,
     adaptive: Policy | str | None = None,
-    **request,
+    **request: Any,
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
-    target, drafter: names are loaded, at each call: a folder, a hub name, demo/x for the bundled x, ngram. Models of
-    transformers serve as they are in memory (`load_target`).
-    tree: a policy, or its text as `parse_tree` reads it ("4/5/16"). verifier: decides which drafted tokens are emitted
-    (`make_verifier`, or its name); the default is lossless with any tree. children: which the tree takes above
-    temperature 0, likeliest, coupled or drawn; None for those that suit the verifier. graphs, compile: see `Engine`.
-    adaptive: chooses the tree of every round by the load, a policy or its name (`specdec.tuning.engines.make_policy`).
-    request: sampling or its fields, max_new_tokens, stop, json_schema, logprobs, seed, raw, observer: see `answer`.
+    Args:
+        target: The model, or its name: a folder, a hub name, a GGUF file, `demo/target`, or a model of transformers.
+        prompts: A text, a list of messages or a list of token ids; or a list of these.
+        drafter: The drafter, or its name: a folder, a hub name, `demo/mtp`, `ngram`. None decodes plainly.
+        tree: The draft tree, or its text for `parse_tree` ("4/5/16": topk, steps, tokens).
+        verifier: The rule that accepts drafted tokens, or its name. The default is lossless with any tree.
+        children: Children of a node above temperature 0: `likeliest`, `coupled` or `drawn`. None fits the verifier.
+        graphs: Capture rounds as CUDA graphs, see `Engine`.
+        compile: Compile rounds with Inductor, see `Engine`.
+        adaptive: A policy that chooses the tree of every round, or its name: `fixed`, `table`, `ema`, `survival`.
+        **request: Arguments of `answer`, such as `max_new_tokens`, `temperature`, `stop` and `seed`.
 
-    >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
+    Returns:
+        The texts, with the tokens and statistics of each row.
+
+    Example:
+        >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
     """
     target = as_target(target)
     drafter = as_drafter(drafter, target)
@@ -172,19 +191,28 @@ def answer(
     observer: Observer | Callable[[RoundReport], None] | None = None,
     **words: float,
 ) -> Generation:
-    """`generate` with an engine of your own, which keeps what it has allocated and captured for the next call.
+    """Answer prompts with an existing engine, which reuses its caches and captured rounds.
 
-    A prompt is a text, a list of messages (`{"role": "user", "content": "..."}`), or a list of token ids. A text is a
-    user's message if the target's tokenizer has a chat template. It is plain text if not, and with `raw`.
-    sampling, max_new_tokens: one for all prompts, or a list with one for each. words: fields of `Sampling`, such as
-    temperature, in its place.
-    stop: strings before which the text ends, for all prompts, or a sequence of them for each prompt. The text excludes
-    the string, as vLLM's does; the row keeps the tokens up to the one that completes it, as transformers does, and its
-    `finish` is 'stop'.
-    json_schema: as read from JSON; the texts are JSON that it describes (docs/sampling.md).
-    logprobs: see `Engine.generate`. seed: of all draws; row i has the seed (seed, i), or seed[i]. observer: is told of
-    every round (`RoundReport`).
-    Raises ValueError, one sentence, for what does not fit the target or the drafter.
+    Args:
+        engine: The engine that decodes.
+        prompts: A text, a list of messages (`{"role": "user", "content": "..."}`) or a list of token ids; or a list of
+            these. If the tokenizer has a chat template, a text is a user's message.
+        sampling: Settings for all prompts, or a list with one per prompt.
+        max_new_tokens: The limit for all prompts, or a list with one per prompt.
+        stop: Strings that end a text, or a list of them per prompt. The text excludes the string. The tokens include
+            the one that completes it, and `finish` is "stop".
+        json_schema: A JSON schema that the texts must match.
+        logprobs: Store the log-probabilities of emitted tokens, see `Engine.generate`.
+        seed: Row i has the seed (seed, i), or seed[i] of a list.
+        raw: Do not apply the chat template.
+        observer: Called with a `RoundReport` after every step.
+        **words: Fields of `Sampling`, such as `temperature`, instead of `sampling`.
+
+    Returns:
+        The texts, with the tokens and statistics of each row.
+
+    Raises:
+        ValueError: A prompt or setting does not fit the target or the drafter.
     """
     target, tree = engine.target, engine.policy
     batch = as_prompts(prompts)

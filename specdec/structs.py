@@ -74,10 +74,18 @@ COLDEST = 1e-20
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn from the target's logits: penalties, temperature, top-k, top-p, min-p, in this order and in
-    the sense of transformers; temperature 0 is greedy, after the penalties. docs/sampling.md has formulas and sources.
+    """Settings for drawing a token from the target's logits, applied in the order of docs/sampling.md.
 
-    Command lines and settings files take their names, types, defaults and help from these fields.
+    Command lines and settings files use the names, types, defaults and help of these fields.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: Keep the k most likely tokens; 0 is off.
+        top_p: Keep the most likely tokens of this total probability; 1 is off.
+        min_p: Drop tokens below this share of the highest probability; 0 is off.
+        repetition_penalty: Factor for tokens of prompt and output; 1 is off.
+        presence_penalty: Subtracted from logits of tokens in the output, -2 to 2; 0 is off.
+        frequency_penalty: The same for each occurrence, -2 to 2; 0 is off.
     """
 
     temperature: float = field(default=0.0, metadata={"help": "0 (default) is greedy"})

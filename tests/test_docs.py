@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from specdec import registry
-from specdec.__main__ import COMMANDS, split
+from specdec.__main__ import COMMANDS, LAB, split
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = "specdec|drafters|trees|training|conf|scripts|tests|docs"
@@ -40,7 +40,7 @@ def test_files_are_there(page):
 
 
 def test_links_lead_somewhere(page):
-    for link in found(r"\]\(([^)#:]+)\)", page):
+    for link in found(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page):
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
@@ -52,6 +52,27 @@ def test_modules_can_be_run(page):
 def test_names_can_be_imported(page):
     for name in found(r"(?<![\w/.-])specdec(?:\.[A-Za-z_]\w*)+", page):
         pkgutil.resolve_name(name)
+
+
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """The blocks of a page run in order, in one namespace. Blocks that are files, and clients of a server, compile."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": page.stem}
+    for where, block in re.findall(r"```python(.*)\n([\s\S]*?)```", page.read_text(encoding="utf-8")):
+        code = compile(block, page.name, "exec")
+        if not where and "import openai" not in block:
+            exec(code, names)
+
+
+def test_every_command_is_listed():
+    text = (ROOT / "docs" / "reference_commands.md").read_text(encoding="utf-8")
+    for name in COMMANDS:
+        assert f"| `specdec {'lab ' if name in LAB else ''}{name}` |" in text
+
+
+def test_every_page_is_in_the_navigation():
+    pages = set(re.findall(r'"(\w+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+    assert pages >= {page.name for page in PAGES if page.parent.name == "docs"}
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -39,12 +39,18 @@ def make_tree(
     sample_draft: bool = False,
     tree: str | os.PathLike | None = None,
 ) -> Tree:
-    """Return the tree of these settings, in SGLang's words, each of which may be left out.
+    """Return the draft tree of these settings, in SGLang's terms.
 
-    topk 1 is a chain of steps + 1 nodes. With `sample_draft` the children are drawn: topk chains from different first
-    tokens. `tree` is a whole tree, as `parse_tree` reads it.
+    Args:
+        topk: Nodes expanded per level, and children per node (4). 1 is a chain of `steps` drafted tokens.
+        steps: Levels (5).
+        num_draft_tokens: Nodes that the target verifies, including the root (16).
+        sample_draft: Draw the children: topk chains with different first tokens.
+        tree: A whole tree instead, as for `parse_tree`.
 
-    Raises ValueError, one sentence, if there is no such tree, and for settings that contradict each other."""
+    Raises:
+        ValueError: There is no such tree, or settings contradict each other.
+    """
     if tree is not None:
         if sample_draft or any(number is not None for number in (topk, steps, num_draft_tokens)):
             raise ValueError("topk, steps, num_draft_tokens and sample_draft contradict a whole tree")
@@ -68,7 +74,11 @@ def tree_of_settings(settings: Mapping[str, int | None]) -> Tree:
 
 
 def parse_tree(text: str | os.PathLike) -> Tree:
-    """Return the tree of a text of one of the forms above. Raises ValueError, one sentence, for anything else."""
+    """Return the tree of a text: "4/5/16", "paths 0 1 0.0", a name of conf/tree/, or a file with `paths`.
+
+    Raises:
+        ValueError: The text has none of these forms.
+    """
     text, known = str(text), registry.names("tree")
     if text in known:
         return _read_from(text, registry.make("tree", text))

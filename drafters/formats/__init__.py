@@ -48,6 +48,8 @@ from specdec.model.weight_files import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from specdec.model.target import Target
+
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
     recipe.FAMILY: (recipe.LAYOUT,),
@@ -180,25 +182,26 @@ def find_layout(family: Family, name: str) -> Layout:
 
 def load_drafter(
     path: "str | os.PathLike | PreTrainedModel",
-    target,
+    target: "Target",
     *,
     token_map: str | os.PathLike | None = None,
     feedback: str | None = None,
     dtype: torch.dtype | str | None = None,
     allow_nonfinite: bool = False,
 ) -> Drafter:
-    """A drafter for `target` from a checkpoint folder or hub name, on the target's device and frozen;
-    `requires_grad_(True)` lets it learn.
+    """Load a frozen drafter for `target`, on its device. `requires_grad_(True)` makes it trainable.
 
-    path: `ngram`, `ngram:lookup` and `ngram:suffix` name drafters without a checkpoint. A whole language model is an
-    independent draft model, and so is a model of transformers. All others tell in `conventions` how they were read.
-    token_map: a file that `read_token_map` reads; the drafter then proposes only its tokens (FR-Spec).
-    feedback: 'pre' or 'post', for MTP heads inside the target's own checkpoint, whose config does not state it.
-    dtype: None is the target's; a narrower one costs some acceptance, but no exactness. torch.int8 on a CPU: that of
-    the target, with weights rounded to int8 in products. 'fp32', 'bf16', 'fp16' and 'int8' name them.
-    allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
+    Args:
+        path: Folder or hub name of a checkpoint, a language model, a transformers model, `ngram` or `ngram:suffix`.
+            `drafter.conventions` lists how a checkpoint was read.
+        target: The target that the drafter was trained for.
+        token_map: File of a token map (FR-Spec) that restricts the proposals.
+        feedback: 'pre' or 'post' the norm, for MTP heads inside the target's checkpoint.
+        dtype: 'fp32', 'bf16', 'fp16', 'int8' (weights in products, on a CPU), or None for the target's.
+        allow_nonfinite: Accept weights with NaN or Inf.
 
-    Raises ValueError, one sentence, for a checkpoint that is not a drafter, is damaged, or does not fit the target.
+    Raises:
+        ValueError: The checkpoint is not a drafter, is damaged, or does not fit the target.
     """
     if isinstance(dtype, str):
         if dtype not in DRAFT_DTYPES:

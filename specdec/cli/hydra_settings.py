@@ -22,7 +22,11 @@ GROUPS = sorted(folder.name for folder in registry.CONF.iterdir() if folder.is_d
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 WORDED = ("taps", "draft_vocab_size")  # numbers that may be a word, which their reader checks
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
-WORDS = {"resume": ("auto",), "trainer.wandb": ("online", "offline")}  # that a switch may be, beside true and false
+WORDS = {  # that a switch or a number may be
+    "resume": ("auto",),
+    "trainer.wandb": ("online", "offline"),
+    "drafter.draft_vocab_size": ("auto",),
+}
 # Groups without a `_target_` that a class reads all the same: it knows more of types and ranges than a file of values.
 READ_BY = {
     "trainer": "specdec.training.loop.settings.TrainerConfig",
@@ -163,7 +167,7 @@ def _walk(path: str, value: Any, default: Any) -> None:
         _check_type(path, value, default)
     if path.startswith("trainer."):  # its steps are of another kind, and `TrainerConfig` has their range
         return
-    worded = isinstance(value, str) and (name in WORDED or "${" in value)
+    worded = isinstance(value, str) and (name in WORDED or value in WORDS.get(path, ()) or "${" in value)
     if isinstance(value, int | float | str) and name in LIMITS and not worded:
         check_value(LIMITS[name], value, path)
 

@@ -42,22 +42,23 @@ class Result:
 
 
 class Engine:
-    """Decodes sequences with a target, and with a drafter and a tree policy if they are given.
+    """Decode sequences with a target, and with a drafter and a draft tree if given.
 
-    `generate` decodes a batch of prompts from beginning to end. Or `reserve` makes room, `add` lets a sequence join as
-    soon as a row is free, each `step` plays a round of all that have joined, and `abort` ends one early.
-    A drafter remembers the rows, so it serves one engine at a time: whoever reserves or generates next takes it over.
+    `generate` decodes a batch; `reserve`, `add`, `step`, `abort` are for continuous batching. A drafter has one engine.
 
-    Everything between two readings of emitted tokens stays on the device. `graphs` captures whole rounds and replays
-    them (docs/graphs.md): None does so on a GPU if target and drafter can be captured, True or an executor insists.
-    `compile` lets Inductor make one function of a round, on a GPU before it is captured (docs/compile.md); "aside" does
-    so in another process, and rounds are eager until their function is ready.
-    `overlap` reads what a round emitted after the next has started; None does so with graphs. `compact` drops rows
-    that have ended (`batch.Batch`); False carries them, as `generate` does where rounds are captured.
-    `abstain` drafts no more than a drafter has to propose (`DraftState.levels`). Captured rounds ignore it.
-    `adaptive` chooses the tree of every round, no larger than the policy's, by the load (docs/adaptive.md).
-    `prefixes`: bytes for what is kept of prompts from one call to the next, so that one which begins like another is
-    read from where it differs, as long as the target stays as it is. One with recurrent layers keeps nothing.
+    Args:
+        target: The model.
+        drafter: Its drafter; None decodes plainly.
+        policy: The draft tree.
+        verifier: The rule that accepts drafted tokens.
+        children: Children of a node above temperature 0: likeliest, coupled or drawn. None fits the verifier.
+        graphs: Capture rounds and replay them (docs/graphs.md). None does so on a GPU if possible.
+        compile: Compile rounds with Inductor. "aside" compiles in another process and runs eager rounds meanwhile.
+        overlap: Start a round before the previous one is read. None does so with graphs.
+        compact: Remove finished rows from the batch.
+        abstain: Draft only as many levels as the drafter has proposals for (`DraftState.levels`).
+        adaptive: A policy that chooses each round's tree, no larger than `policy`.
+        prefixes: Bytes of the prefix cache across calls. Recurrent targets have none.
     """
 
     def __init__(
@@ -97,11 +98,13 @@ class Engine:
 
     @torch.inference_mode()
     def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS, part: int = 0) -> None:
-        """Make room for `rows` sequences at a time, of up to `room` tokens each, prompt included. Whatever was decoded
-        before is dropped. seed: the n-th sequence that is added has the seed (seed, n), unless it brings its own.
-        reads: what is read of the reports that `step` gives. part: longer prompts are read by the target in parts of so
-        many tokens, a step each, and between two of them there is a round; 0: at once. ValueError if a GPU cannot hold
-        it."""
+        """Allocate `rows` rows of up to `room` tokens, prompt included, and drop all sequences.
+
+        Args:
+            seed: The n-th added sequence has the seed (seed, n), unless it has its own.
+            reads: The fields of a step's report that are read.
+            part: Tokens of a prompt per prefill step, with rounds between the steps; 0 for whole prompts.
+        """
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
         room = min(room, self.target.config.context)
@@ -123,11 +126,10 @@ class Engine:
         steps: int | None = None,
         top_logprobs: int = 0,
     ) -> Sequence:
-        """A sequence that joins as soon as a row is free; `generate` says what is what. It ends, as at the end of the
-        context, where the room ends that was reserved. steps: so many levels of every draft tree count for it, 0 for
-        none; its text is the same. top_logprobs: so many of the likeliest tokens are told with each.
+        """Queue a sequence until a row is free. It ends at the latest with the reserved room. See `generate`.
 
-        ValueError for what the target does not take, and for a prompt that leaves no room for a token."""
+        `steps` limits the levels of the draft tree that count for it. `top_logprobs` stores so many alternatives.
+        Raises ValueError if the prompt does not fit."""
         if self.loop is None:
             raise ValueError("nothing is reserved: call Engine.reserve first")
         eos, config = self.target.eos if eos is None else eos, self.target.config
@@ -154,7 +156,7 @@ class Engine:
 
     @torch.inference_mode()
     def abort(self, sequence: Sequence) -> None:
-        """End a sequence; it keeps the tokens that it has, and its row is free for another."""
+        """End a sequence and free its row. The sequence keeps its tokens."""
         if sequence.finish is not None:
             return
         sequence.finish, sequence.matcher = "abort", None
@@ -168,10 +170,9 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> RoundReport | None:
-        """Let sequences join if there are any and rows are free; else play a round. None if nothing is left to do. A
-        long prompt may take several steps to join (`reserve`); all but the last of them report no rows.
+        """Prefill waiting sequences if rows are free, else run a round. Return None if nothing is left to do.
 
-        A sequence joins between rounds that are all read, so with `overlap` the last one is read first."""
+        A long prompt may take several steps (`reserve`); all but the last report no rows."""
         report = self._step()
         if report is None and self.loop is not None:
             self.loop.rest()
@@ -220,18 +221,17 @@ class Engine:
         grammar: Grammar | abc.Sequence[Grammar | None] | None = None,
         observer: Observer | Callable[[RoundReport], None] | None = None,
     ) -> Result:
-        """Continue each prompt (token ids). Rows may differ in length, and in max_new_tokens, sampling, stop and
-        grammar, of which a sequence has one for each. A row ends at an `eos` id, which belongs to the text, at the
-        token with which its `stop` is satisfied, where its grammar lets nothing follow, after max_new_tokens, or where
-        the target's context ends. What was reserved before is dropped, with the sequences in it, and nothing is
-        reserved afterwards.
+        """Continue each prompt until EOS, its stop, the grammar's end, `max_new_tokens` or the end of the context.
 
-        seed: of all draws. Row i has the seed (seed, i), or, of a list, the i-th; a number s stands for (s, 0). A row's
-        draws depend on its seed alone, and on nothing beside it (`specdec.sampling.noise`).
-        grammar: what texts must be, such as JSON of a schema (`specdec.sampling.json_grammar`).
-        logprobs: keep those of the emitted tokens under the target's softmax, before penalties, temperature and
-        filters (`Sequence.logprobs`). observer: is told of every step; what it is told of rounds that are replayed
-        costs a copy, so an `Observer` says what it reads."""
+        Args:
+            prompts: Token ids per row. Rows may differ in all arguments that accept a list.
+            seed: Row i has the seed (seed, i), or seed[i] of a list. Draws of a row depend only on its seed.
+            eos: Ids that end a row and belong to it; the target's by default.
+            stop: Stop condition per row.
+            grammar: Grammar that texts must match.
+            logprobs: Store log-probabilities of emitted tokens, before penalties, temperature and filters.
+            observer: Called after every step.
+        """
         start, config = time.perf_counter(), self.target.config
         eos = self.target.eos if eos is None else eos
         if not prompts:

@@ -110,15 +110,15 @@ class Trace:
 
 
 class Recorder(Observer):
-    """An observer of `Engine.generate` that keeps a trace, over as many calls as it is given to.
+    """An observer that records a trace of one or more calls. Its time counts as output, not as decoding.
 
-    It works between rounds, and its time counts as output, not as decoding.
+    Args:
+        settings: A description of the run, in JSON values.
     """
 
     reads = Reads.LOGITS
 
     def __init__(self, settings: dict | None = None):
-        """settings: whatever else describes the run, in values that JSON has."""
         settings = json.loads(json.dumps(settings or {}))  # what JSON does not have fails now, and not after the run
         self.trace = Trace(settings, versions(), [])
         self._names: list[tuple[str, str | None]] | None = None
@@ -126,7 +126,7 @@ class Recorder(Observer):
         self._mark = 0  # where on the clock the next round begins
 
     def name(self, questions: abc.Sequence[str], categories: abc.Sequence[str | None] | None = None) -> None:
-        """Say what the rows of the next call are; without this they are numbered."""
+        """Name the rows of the next call. Without names they are numbered."""
         self._names = list(zip(questions, categories or [None] * len(questions), strict=True))
 
     def __call__(self, report: RoundReport) -> None:

@@ -78,19 +78,19 @@ def load_target(
     tp_plan: str | None = None,
     device_map: str | None = None,
 ) -> "Target | TransformersTarget":
-    """A target from a checkpoint folder, a GGUF file, a hub name, or a model of transformers that is in memory.
+    """Load a target from a checkpoint folder, a GGUF file, a hub name, or a transformers model in memory.
 
-    It is our own decoder; for a model that is not native, or if `generic`, it is transformers' modules behind the same
-    interface. So it is for a target on several devices.
+    Args:
+        path: Folder, GGUF file, hub name or model. A model keeps its dtype and device; native targets copy weights.
+        dtype: fp32, fp16, bf16 or auto (the checkpoint's on a GPU, fp32 on a CPU).
+        device: Such as cpu or cuda:1.
+        tokenizer: Whether to load the tokenizer, or the tokenizer itself. A model in memory comes without one.
+        generic: Use transformers' modules, as for families that are not native and on several devices.
+        allow_nonfinite: Accept weights with NaN or Inf.
+        tp_plan: 'auto' splits the target among the processes of torchrun.
+        device_map: 'auto' spreads layers over GPUs, memory and disk; or a JSON file.
 
-    dtype: fp32, fp16, bf16 or auto (the checkpoint's own on a GPU, fp32 on the CPU).
-    tokenizer: load it too, or the tokenizer itself; without one the target decodes token ids only. A model in memory
-    comes without one. Its dtype and device stay, and a native target has a copy of its weights.
-    allow_nonfinite: take weights that hold NaN or Inf, which are refused otherwise.
-    tp_plan: 'auto' cuts it into a share for each process of the launcher, by transformers' plan for tensor parallelism.
-    device_map: 'auto' spreads its layers over GPUs, memory and disk by accelerate; or a file (`hf_place.read_map`).
-    Raises ValueError, one sentence, for anything that does not fit.
-    """
+    Raises ValueError if the checkpoint is damaged or not supported."""
     if tp_plan and device_map:
         raise ValueError("give a tp_plan or a device_map, not both")
     if tp_plan not in (None, "auto"):

@@ -17,9 +17,11 @@ VERIFIERS: dict[str, type] = {name: registry.target("verifier", name) for name i
 
 
 def make_verifier(name: str = "match", **settings: float) -> Verifier:
-    """A verifier by its name in conf/verifier, with `settings` in the place of the file's.
+    """Return the verifier of this name in conf/verifier, with `settings` instead of the file's.
 
-    Raises ValueError for a name or a setting that does not exist, and for a value that the rule does not take."""
+    Raises:
+        ValueError: The name or a setting does not exist, or a value is out of range.
+    """
     known = [f.name for f in fields(registry.target("verifier", name))]
     for setting in settings:
         if setting not in known:

@@ -128,6 +128,7 @@ def test_the_settings_in_conf_are_valid(words):
         ("train", "drafter.intermediate_size", 10**9, "drafter.intermediate_size must be at most"),
         ("train", "trainer.muon_lr", {"a": 1}, "trainer.muon_lr must be a number from 0 to 100 or null"),
         ("train", "trainer.clip", 0, "trainer.clip must be above 0, got 0"),
+        ("train", "drafter.draft_vocab_size", "most", "drafter.draft_vocab_size must be a whole number"),
     ],
 )
 def test_settings_of_hydra_commands(config, path, value, message):

@@ -183,15 +183,31 @@ def compare(
     progress: bool | None = None,
     **words: float,
 ) -> Comparison:
-    """Decode every prompt plainly and with each drafter, in turn, `trials` times, after one prompt of warm-up.
+    """Decode every prompt plainly and with each drafter, in turn, after one prompt of warm-up.
 
-    target: loaded, or a name. drafts: drafters or names (a folder, a hub name, demo/x for the bundled x, ngram), or a
-    mapping of names of your own to them; an entry may be a mapping too, with draft, and with tree, verifier, token_map,
-    compile and name where it differs. tree, verifier, token_map: of entries that state none; a tree that is
-    not given is the drafter's usual one. compile: the rounds, plain decoding's too (docs/compile.md).
-    prompts, sampling, words (temperature and others), seed, raw: as `specdec.answer` takes them.
-    progress: show a bar; None does so on a terminal.
-    Raises ValueError, one sentence, for what there is not and for what does not fit the target."""
+    Args:
+        target: The model or its name.
+        drafts: Drafters or names; or a mapping from your own names to them. An entry may be a mapping with `draft`,
+            and with its own `tree`, `verifier`, `token_map`, `compile` and `name`.
+        prompts: As for `specdec.answer`.
+        max_new_tokens: As for `specdec.answer`.
+        sampling: As for `specdec.answer`.
+        seed: As for `specdec.answer`.
+        raw: As for `specdec.answer`.
+        tree: Tree of entries without one; by default the drafter's usual one.
+        verifier: Verifier of entries without one.
+        trials: Number of turns.
+        token_map: Token map of entries without one.
+        compile: Compile rounds, plain ones too.
+        progress: Show a bar; None does so on a terminal.
+        **words: Fields of `Sampling`, such as `temperature`.
+
+    Returns:
+        The comparison, which prints as a table with a verdict.
+
+    Raises:
+        ValueError: A name does not exist, or something does not fit the target.
+    """
     target, batch = as_target(target), as_prompts(prompts)
     if not batch:
         raise ValueError("no prompt was given")

@@ -46,8 +46,6 @@ from specdec.training.loop.trainer import Trainer
 def draft_vocabulary(size: int | str | None, samples: list[Sample], target: Target) -> DraftVocab:
     """Return the `size` most frequent training tokens; `auto` is `fitting_size`, and null the whole vocabulary."""
     vocab = target.vocab
-    if isinstance(size, str) and size != "auto":
-        raise ValueError(f"drafter.draft_vocab_size must be auto, a number of tokens, or null, got {size!r}")
     size = fitting_size(target.config) if size == "auto" else size
     if size is None or size >= vocab:
         return DraftVocab(vocab)

@@ -20,7 +20,7 @@ HYDRA_FLAGS = (  # of which argparse takes the beginning too
 )
 GROUPS = sorted(folder.name for folder in registry.CONF.iterdir() if folder.is_dir())
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
-WORDED = ("taps", "draft_vocab_size")  # numbers that may be a word, which their reader checks
+WORDED = ("taps",)  # numbers that may be a word, which the drafter reads
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 WORDS = {  # that a switch or a number may be
     "resume": ("auto",),

@@ -45,7 +45,7 @@ class Limits:
     new_tokens: int = ranged(1, 1 << 20, 96)
     # Of drafters that are made
     pack: int | None = ranged(1, MOST, None)
-    draft_vocab_size: int | str | None = ranged(1, 1 << 24, None)
+    draft_vocab_size: int | None = ranged(1, 1 << 24, None)
     intermediate_size: int | None = ranged(1, 1 << 20, None)
     num_attention_heads: int | None = ranged(1, 4096, None)
     num_key_value_heads: int | None = ranged(1, 4096, None)

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 ROOMS = ("specdec", "drafters", "trees", "training", "conf", "scripts")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-OPTIONAL = [requirement for extra, those in EXTRAS.items() if extra != "test" for requirement in those]
+UNIMPORTED = ("test", "docs")  # programs and their plugins
+OPTIONAL = [requirement for extra, those in EXTRAS.items() if extra not in UNIMPORTED for requirement in those]
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "fonttools": "fontTools"}  # where the name is not the module's
 PLUGIN = {
     "pytest",

@@ -9,6 +9,7 @@ from helpers import tiny_drafter, tiny_target
 
 from specdec.training.data import Batch
 from specdec.training.features.online import online_features
+from specdec.training.objectives import losses
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.teacher import Student, Teacher, TopTeacher
 from specdec.training.objectives.terms import all_terms, read_terms
@@ -128,6 +129,45 @@ def test_every_term_over_some_tokens_and_the_rest(name):
     torch.testing.assert_close((slope - draft.q * total[..., None])[:, 0], wanted_slope, rtol=1e-9, atol=1e-10)
     if name in ("kl", "reverse_kl", "jsd", "tv"):
         assert (value[:, 0] <= expected(logp.argsort(-1, descending=True)[:, :19]) + 1e-9).all()
+
+
+class Squares:
+    """A judge whose loss anyone can write down: sum_j scale_j * sum(logits^2)."""
+
+    def __init__(self, scales):
+        self.scales = scales
+
+    def teacher(self, rows):
+        return None
+
+    def judge(self, steps, rows, teacher, logits):
+        scale = torch.tensor([self.scales[j] for j in steps], dtype=logits.dtype)[:, None]
+        return (scale * logits.square()).sum(), 2 * logits, scale.expand(len(logits), -1, -1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("parts", [(6,), (4, 2)])
+def test_gradients_by_readouts_and_heads(monkeypatch, parts, shared, frozen):
+    """Pieces of 4 rows of 10, three steps, one head or three, of one matrix or two: what autograd gives for the plain
+    product."""
+    monkeypatch.setattr(losses, "LEAST_ROWS", 4)
+    monkeypatch.setattr(losses, "PIECE", 1)
+    torch.manual_seed(0)
+    readouts = [torch.randn(10, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+
+    def head():
+        return [torch.randn(8, width, dtype=torch.float64, requires_grad=not frozen) for width in parts]
+
+    heads = [head()] * 3 if shared else [head() for _ in range(3)]
+    scales = [1.0, 0.5, 0.25]
+    logits = [x @ torch.cat(h, 1).T for x, h in zip(readouts, heads, strict=True)]
+    expected = 7 * sum(s * x.square().sum() for s, x in zip(scales, logits, strict=True))
+    loss = 7 * losses.head_loss(Squares(scales), readouts, heads)
+    torch.testing.assert_close(loss, expected)
+    learners = readouts if frozen else readouts + [weight for h in heads[: 1 if shared else 3] for weight in h]
+    for got, wanted in zip(torch.autograd.grad(loss, learners), torch.autograd.grad(expected, learners), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("terms", [{"ce": 1.0}, {"ce": 0.5, "lk": 2.0, "tokens": 0.1}])

@@ -67,7 +67,7 @@ class Choice:
             other = f"--tree {shlex.quote(self.best)} would reach {self.best_speedup:.2f} of it"
             what = f"tree: none, as {plain} are the best here; {other}"
         else:
-            tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.paths else self.tree
+            tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.fixed else self.tree
             what = f"tree: {tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
         return what + ("; the machine was busy, so this is rough and not kept" if self.busy else "")
 

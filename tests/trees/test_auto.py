@@ -15,12 +15,12 @@ from specdec.engine.traces import tau
 from specdec.lab.replay import optimal_tree
 from specdec.model.loader import load_target
 from specdec.recording import Text
-from specdec.trees import Chain, Tree
+from specdec.trees import Chain, StaticTree, Tree
 from specdec.trees.record import record
 from specdec.trees.spec import parse_tree
 from specdec.tuning import choose as auto
 from specdec.tuning import timing
-from specdec.tuning.choose import Candidate, candidates, choose, choose_tree
+from specdec.tuning.choose import Candidate, Choice, candidates, choose, choose_tree
 from specdec.tuning.costs import Kind
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
@@ -126,6 +126,13 @@ def test_the_choice_is_nearly_the_best_of_all(level, node, width):
     found = 1.0 if choice.tree is None else choice.tau / sum(seconds(choice.tree, 1))
     assert found >= 0.97 * best
     assert choice.speedup == pytest.approx(found)
+
+
+def test_only_static_trees_are_called_static():
+    assert str(Choice(Chain(3), 2.0, 1.3, 400.0)).startswith("tree: 1/3/4, the fastest here")
+    assert str(Choice(StaticTree([[0], [1]]), 2.0, 1.3, 400.0)).startswith(
+        "tree: static 2/1/3 (paths 0 1), the fastest"
+    )
 
 
 @pytest.mark.parametrize("slow", [range(5, 10**6), range(35), range(20, 50)])

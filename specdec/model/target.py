@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.model.archs import ModelConfig
@@ -146,6 +147,21 @@ class Target(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """What the head makes of hidden states behind the final norm: [...,H] -> [...,V]."""
         return self._bind_head()(hidden)
+
+    def bind_logits(self, ids: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        """Return the function from hidden states after the final norm, [n,H], to logits [n,U] of the tokens `ids` [U].
+
+        Args:
+            ids: Token ids; None for the whole vocabulary.
+            dtype: Of the product.
+        """
+        weight = self.head.weight
+        if ids is None and dtype == weight.dtype:
+            return self._bind_head()
+        weight, cap = (weight if ids is None else weight[ids]).to(dtype), self.config.logit_softcap
+        if cap is None:
+            return lambda x: F.linear(x.to(dtype), weight)
+        return lambda x: torch.tanh(F.linear(x.to(dtype), weight) / cap) * cap
 
     def final_scale(self) -> Tensor:
         """Root mean square of a hidden state behind the final norm, as its weights set it."""

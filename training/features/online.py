@@ -1,5 +1,6 @@
 """The target's hidden states and logits, computed while training."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -53,9 +54,12 @@ def arguments(batch: Batch, feats: Tensor, logits: TeacherLogits) -> Features:
 def deferred_logits(target: Target, hidden: Tensor, autocast: AbstractContextManager) -> DeferredLogits:
     """Logits of hidden states [B,T,H], taken after the target's final norm, computed where they are read."""
 
-    @torch.no_grad()
-    def head(rows: Tensor) -> Tensor:
-        with autocast:
-            return target.logits(rows)
+    def head_of(ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+        with torch.no_grad(), autocast:
+            kind = hidden.device.type
+            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else target.head.weight.dtype
+            of_rows = target.bind_logits(ids, dtype)  # autocast would convert the head's weight for each piece of rows
 
-    return DeferredLogits(hidden, head, target.vocab)
+        return torch.no_grad()(of_rows)
+
+    return DeferredLogits(hidden, head_of, target.vocab)

@@ -203,9 +203,10 @@ class TermsJudge:
         """labels [B,T]: see `Teacher`."""
         self.objective, self.vocab, self.teacher_logits, self.labels = objective, vocab, teacher_logits, labels
 
-    def read(self, row: Tensor, column: Tensor) -> Teacher | TopTeacher:
-        """What the target says at these places [n] of the batch."""
-        return read_teacher(self.teacher_logits, (row, column), self.vocab, self.labels, self.objective.renormalise)
+    def read(self, row: Tensor, column: Tensor, summarised: bool = False) -> Teacher | TopTeacher:
+        """What the target says at these places [n] of the batch. summarised: see `read_teacher`."""
+        here, renormalise = (row, column), self.objective.renormalise
+        return read_teacher(self.teacher_logits, here, self.vocab, self.labels, renormalise, summarised)
 
     def read_once(self, row: Tensor, column: Tensor) -> Teacher | TopTeacher:
         """As `read`, for places that repeat: each is computed once, as the target's logits are dear."""
@@ -229,7 +230,8 @@ class _Terms(TermsJudge):
         self.step_weights = torch.tensor(objective.step_weights, device=labels.device)
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
-        return self.read(self.batch.row[rows], self.batch.column[rows])
+        # Only positions whose choice `positions` read carry weight.
+        return self.read(self.batch.row[rows], self.batch.column[rows], summarised=True)
 
     def judge(self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor) -> Value:
         student, weigh = Student(logits), self.objective.weigh

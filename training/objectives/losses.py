@@ -1,6 +1,6 @@
 """A loss over a vocabulary, fused with the head before it: computed in pieces, with no [tokens, vocabulary] matrix."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -17,16 +17,40 @@ def pieces(rows: int, width: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
+# The tokens [U] whose logits are wanted, None for all -> the function from hidden states [n,H] to logits [n,U], with the
+# target's cap if it has one.
+Head = Callable[[Tensor | None], Callable[[Tensor], Tensor]]
+
+
 class DeferredLogits:
     """Logits [B,T,V] that are computed where they are indexed, from a target's hidden states [B,T,H] and its head."""
 
-    def __init__(self, hidden: Tensor, head, vocab: int):
-        """hidden: after the final norm. head: [n,H] -> [n,V], with the target's cap on logits if it has one."""
+    def __init__(self, hidden: Tensor, head: Head, vocab: int):
+        """hidden: after the final norm. head: see `Head`."""
         self.hidden, self.head, self.shape = hidden, head, (*hidden.shape[:2], vocab)
+        self._whole: Callable[[Tensor], Tensor] = head(None)
+        self._part: Callable[[Tensor], Tensor] | None = None
+        self.log_mass = self.choice = None  # [B,T] of the positions that `summarise` has read
 
     def __getitem__(self, index: tuple[Tensor, Tensor]) -> Tensor:
         """Row and column indices [n] -> [n,V]."""
-        return self.head(self.hidden[index])
+        return self._whole(self.hidden[index])
+
+    def summarise(self, index: tuple[Tensor, Tensor], largest: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+        """Return the most likely tokens [n] at these positions, and store them with log sum exp of the logits."""
+        found = self[index]
+        found = found.to(torch.promote_types(found.dtype, torch.float32))
+        if self.log_mass is None:
+            self.log_mass = found.new_zeros(self.shape[:2])
+            self.choice = torch.zeros(self.shape[:2], dtype=torch.int64, device=found.device)
+        self.log_mass[index], self.choice[index] = found.logsumexp(-1), largest(found)[1]
+        return self.choice[index]
+
+    def of(self, index: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
+        """Return the logits [n,U] of the tokens `ids` [U], the same ids at each call."""
+        if self._part is None:
+            self._part = self.head(ids)
+        return self._part(self.hidden[index])
 
 
 class Judge(Protocol):

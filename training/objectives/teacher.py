@@ -175,15 +175,23 @@ TeacherLogits = Tensor | DeferredLogits | TopTokens
 
 def read_choice(logits: TeacherLogits, here: tuple[Tensor, Tensor]) -> Tensor:
     """The target's likeliest tokens [n], target ids, at `here`, rows [n] and columns [n]."""
-    return logits.choice[here] if isinstance(logits, TopTokens) else largest(logits[here])[1]
+    if isinstance(logits, TopTokens):
+        return logits.choice[here]
+    return logits.summarise(here, largest) if isinstance(logits, DeferredLogits) else largest(logits[here])[1]
 
 
 def read_teacher(
-    logits: TeacherLogits, here: tuple[Tensor, Tensor], vocab: DraftVocab, labels: Tensor, renormalise: bool
+    logits: TeacherLogits,
+    here: tuple[Tensor, Tensor],
+    vocab: DraftVocab,
+    labels: Tensor,
+    renormalise: bool,
+    summarised: bool = False,
 ) -> Teacher | TopTeacher:
     """What the target says at `here`, rows [n] and columns [n] of logits and labels.
 
-    labels [B,T]: see `Teacher`. renormalise: let p sum to 1 over the draft vocabulary.
+    labels [B,T]: see `Teacher`. renormalise: let p sum to 1 over the draft vocabulary. summarised: `read_choice` has
+    read these positions, so only the draft vocabulary's logits are computed if that is enough.
     """
     if isinstance(logits, TopTokens):
         logp, rest, share = logits.logp[here], logits.log_rest[here], logits.log_share[here]
@@ -192,6 +200,10 @@ def read_teacher(
         elif not renormalise:
             logp, rest, share = logp + share, rest + share, None
         return TopTeacher(logits.ids[here], logp, rest, share, logits.choice[here], labels[here])
+    if summarised and isinstance(logits, DeferredLogits) and logits.choice is not None and vocab.ids is not None:
+        chosen, whole, choice = logits.of(here, vocab.ids).float(), logits.log_mass[here][:, None], logits.choice[here]
+        mass = chosen.logsumexp(-1, keepdim=True) if renormalise else whole
+        return Teacher(chosen - mass, mass - whole if renormalise else None, choice, labels[here])
     found = logits[here]
     found = found.to(torch.promote_types(found.dtype, torch.float32))
     chosen = vocab.select(found)

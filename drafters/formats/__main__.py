@@ -36,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     names = sorted({layout.name for layouts in FAMILIES.values() for layout in layouts})
     one = _command(commands, "convert", "write a checkpoint in another layout, bit for bit")
     one.add_argument("--to", required=True, metavar="LAYOUT", help=", ".join(names))
+    one.add_argument("--int8", action="store_true", help="round matrices to int8, a scale a row; only specdec reads it")
     _paths(one)
     one = _command(commands, "export", "write a checkpoint as a server loads it")
     one.add_argument("--for", dest="server", required=True, choices=SERVERS)
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
         if report.declared.refused:
             sys.exit(2)
     elif args.command == "convert":
-        done = convert(args.source, args.destination, args.to, args.target)
+        done = convert(args.source, args.destination, args.to, args.target, args.int8)
         _warn(done)
         print(f"{done.layout.title} -> {args.to}: {args.destination}")
     else:

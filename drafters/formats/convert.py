@@ -22,7 +22,7 @@ from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
 from specdec.drafters.layers import SharedHead
 from specdec.model.archs import read_config
 from specdec.model.archs.wrapped import inner_name, text_config
-from specdec.model.checkpoint import read_headers, read_tensors, write_folder
+from specdec.model.checkpoint import read_headers, read_tensors, round_rows, write_folder
 from specdec.model.names import resolve
 from specdec.model.weight_files import read_json
 
@@ -36,16 +36,20 @@ SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
 def convert(
-    source: str | os.PathLike, destination: str | os.PathLike, to: str, target: str | os.PathLike | None = None
+    source: str | os.PathLike,
+    destination: str | os.PathLike,
+    to: str,
+    target: str | os.PathLike | None = None,
+    int8: bool = False,
 ) -> Checkpoint:
     """Write `source` in the layout `to`, bit for bit. Nothing is left out and nothing is made up; measured acceptance
     goes along.
 
     target: needed if the layout states its name, names taps by its layers, or cannot express that the head is the
-    target's.
+    target's. int8: round the matrices (`round_rows`). Only specdec reads such a file.
     """
     checkpoint = open_checkpoint(source)
-    _write(checkpoint, Path(destination), find_layout(checkpoint.family, to), target)
+    _write(checkpoint, Path(destination), find_layout(checkpoint.family, to), target, int8)
     return checkpoint
 
 
@@ -111,7 +115,9 @@ def _unsaid(server: str, family: Family, meaning, tensors: Tensors, facts: Targe
     layout.write(*_with_head(meaning, tensors, layout, facts), facts)
 
 
-def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | os.PathLike | None) -> None:
+def _write(
+    checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | os.PathLike | None, int8: bool = False
+) -> None:
     if folder.resolve() == resolve(checkpoint.path).resolve():
         raise ValueError(f"{folder} is the checkpoint itself; choose another folder to write to")
     wrong = checkpoint.problems()
@@ -125,7 +131,8 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | o
         raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
     acceptance = read_acceptance(resolve(checkpoint.path))
     config, tensors = layout.write(meaning, tensors, facts)
-    write_folder(folder, config, tensors, acceptance, layout.apart, layout.beside(tensors))
+    beside = layout.beside(tensors)
+    write_folder(folder, config, round_rows(tensors) if int8 else tensors, acceptance, layout.apart, beside)
 
 
 def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts):

@@ -20,9 +20,11 @@ from specdec.acceptance import Acceptance
 from specdec.cli.files import replace_folder
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.weight_files import weight_files
+from specdec.ops.linear import row_scales
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DRAFT_DTYPES = DTYPES | {"int8": torch.int8}
+SCALE = "_scale"  # follows the name of a tensor in int8, as in compressed-tensors
 
 
 def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -36,11 +38,35 @@ def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[
 
 
 def read_file(file: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a safetensors file, one at a time: all, or those in `only`."""
+    """Names and tensors of a safetensors file, one at a time: all, or those in `only`. Weights in int8 become fp32."""
     with _safe_open(file) as reader:
+        rounded = _rounded(reader)
         for name in reader.keys():  # noqa: SIM118 (safe_open is not a dict)
-            if only is None or name in only:
-                yield name, reader.get_tensor(name)
+            if name.removesuffix(SCALE) in rounded - {name} or not (only is None or name in only):
+                continue
+            tensor = reader.get_tensor(name)
+            yield name, tensor.float() * reader.get_tensor(name + SCALE) if name in rounded else tensor
+
+
+def _rounded(reader: safe_open) -> set[str]:
+    """Names of the int8 tensors that have scales in the same file (`round_rows`)."""
+    names = set(reader.keys())
+    return {name for name in names if name + SCALE in names and reader.get_slice(name).get_dtype() == "I8"}
+
+
+def round_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors with each matrix rounded to int8, and a scale [out,1] for each of its rows under NAME_scale.
+
+    The scales are those of `--draft-dtype int8`, so decoding with that rounds nothing further.
+    """
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 2 or not tensor.is_floating_point():
+            out[name] = tensor
+            continue
+        scales = row_scales(tensor)[:, None]
+        out |= {name: (tensor.float() / scales).round().to(torch.int8), name + SCALE: scales}
+    return out
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
@@ -60,9 +86,12 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
 def _safetensors_headers(file: Path) -> dict[str, Tensor]:
     headers = {}
     with _safe_open(file) as reader:
+        rounded = _rounded(reader)
         for name in reader.keys():  # noqa: SIM118
+            if name.removesuffix(SCALE) in rounded - {name}:
+                continue
             part = reader.get_slice(name)
-            dtype = SAFETENSORS_DTYPES.get(part.get_dtype())
+            dtype = torch.float32 if name in rounded else SAFETENSORS_DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise ValueError(f"{file}: tensor {name} has the dtype {part.get_dtype()}, which is not supported")
             headers[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")

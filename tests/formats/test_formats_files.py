@@ -10,6 +10,7 @@ from helpers import tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 
 from specdec.drafters.formats import load_drafter, open_checkpoint, save_drafter
+from specdec.drafters.formats.convert import convert
 from specdec.drafters.formats.description import inspect
 from specdec.drafters.formats.token_map import read_token_map
 
@@ -154,3 +155,27 @@ def test_heads_inside_a_target_are_found_among_its_weights(target, tmp_path):
     assert load_drafter(inside, target).switches.feedback == "post"
     with pytest.raises(ValueError, match="its own config says"):
         load_drafter(tmp_path / "alone", target, feedback="pre")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp", "eagle"])
+def test_int8_weights_are_those_that_decoding_in_int8_rounds_to(kind, tmp_path):
+    target = tiny_target()
+    drafter = tiny_drafter(target, kind=kind)
+    save_drafter(drafter, tmp_path / "whole", target)
+    layout = open_checkpoint(tmp_path / "whole").layout.name
+    convert(tmp_path / "whole", tmp_path / "small", layout, int8=True)
+    raw = load_file(tmp_path / "small" / "model.safetensors")
+    read = load_drafter(tmp_path / "small", target).state_dict()
+    stored, rounded = load_file(tmp_path / "whole" / "model.safetensors"), 0
+    for name, value in stored.items():
+        if raw[name].dtype == torch.int8:
+            step = value.abs().amax(1, keepdim=True) / 127
+            torch.testing.assert_close(raw[name] * step, (value / step).round() * step)
+            rounded += 1
+    assert rounded >= 4
+    for name, value in drafter.state_dict().items():
+        step = value.abs().amax(1, keepdim=True) / 127 if value.ndim == 2 else 0
+        assert ((read[name] - value).abs() <= 0.5001 * step + 1e-7).all(), name
+    convert(tmp_path / "small", tmp_path / "again", layout, int8=True)
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in raw.items() if value.dtype == torch.int8)

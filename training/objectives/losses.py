@@ -17,8 +17,7 @@ def pieces(rows: int, width: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
-# ids [U], or None for all tokens -> the function from hidden states [n,H] to logits [n,U], with the cap on logits if the
-# target has one.
+# ids [U], or None for all tokens -> the function from hidden states [n,H] to logits [n,U], after the target's cap.
 Head = Callable[[Tensor | None], Callable[[Tensor], Tensor]]
 
 

@@ -1,0 +1,153 @@
+"""Write the prompts whose answers the drafters of SmolLM2 were trained on, as two files of conversations.
+
+    python scripts/smollm2_prompts.py --conversations train.jsonl.xz --books books.jsonl.xz --bench BENCH --out build
+    specdec regenerate --target smollm2 --prompts build/greedy.jsonl --limit 4400 --turns all --out build/a.jsonl
+    specdec regenerate --target smollm2 --prompts build/warm.jsonl --limit 4400 --turns all --out build/b.jsonl \\
+        --temperature 0.7 --seed 7
+
+--conversations: ShareGPT form; an `id` begins with the name of its source (`SOURCES`). --books: objects with `text`.
+--bench: a folder of benchmark questions; no prompt of these is written. Functions of Python's standard library become
+prompts for code. Every file is a fair sample, so a part of it is one too.
+"""
+
+import argparse
+import ast
+import json
+import random
+import re
+import sysconfig
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import checkout  # noqa: F401
+
+from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import write_text
+from specdec.training.data import Record, read_records
+
+# Source: the largest number of its conversations.
+SOURCES = {
+    "gpteacher_codegen": 2000, "gpteacher_roleplay": 1800, "dolly": 2800, "oasst": 1300, "gsm": 1500,
+    "llamafactory": 800, "flan_cot": 700,
+}  # fmt: skip
+UNUSED = re.compile("toolformer|sgd|taskmaster|glaive")
+SUMMARISE = (
+    "Summarize: ", "Summarize the following passage.\n\n", "What is this passage about?\n\n",
+    "Give a summary in three sentences: ",
+)  # fmt: skip
+COMPLETE = (
+    "Complete the code I provided.\n\n",
+    "Write the body of this function.\n\n",
+    "Complete this Python function:\n\n",
+)
+VERBS = "checks whether", "returns", "counts", "finds", "removes", "sorts", "merges", "reverses"
+OBJECTS = (
+    "the longest word in a string", "duplicates in a list", "the second largest number of a list",
+    "all prime numbers below n", "two sorted lists", "the vowels of a string", "a list of dictionaries by a key",
+    "a matrix", "a binary tree", "the most frequent character", "a sentence word by word",
+    "the common elements of two sets", "a linked list", "the digits of an integer", "a list of intervals",
+)  # fmt: skip
+FOLLOW_UPS = (
+    "Can you explain that in more detail?", "Give an example.", "Summarize your answer in one sentence.",
+    "Rewrite your answer for a ten-year-old.", "What are the drawbacks?", "Now make it shorter.", "Why?",
+    "Write the same as a list.", "Continue.", "Translate the first sentence into French.",
+    "Rewrite your previous response in a more formal style.", "What would you do differently?",
+)  # fmt: skip
+Turns = list[str]
+
+
+def signature(text: str) -> str:
+    """Return what two prompts share that count as the same one."""
+    return re.sub(r"\W+", " ", text.lower()).strip()[:200]
+
+
+def benchmark_signatures(folder: Path) -> set[str]:
+    found = set()
+    for path in sorted(folder.rglob("*.jsonl")):
+        for row in map(Record.fields, read_records(path)):
+            for text in row.get("turns") or [row.get("question") or row.get("prompt") or ""]:
+                found |= {signature(text), signature(re.sub(r"^(Summarize:|Complete the code I provided\.)", "", text))}
+    return found
+
+
+def questions(path: Path, seen: set[str], rng: random.Random) -> Iterator[Turns]:
+    """Yield the questions of conversations that begin with a new one, at most as many as `SOURCES` says."""
+    pools = defaultdict(list)
+    for row in map(Record.fields, read_records(path)):
+        source = next((name for name in SOURCES if row["id"].startswith(name)), None)
+        asked = [turn["value"] for turn in row["conversations"] if turn["from"] == "human"]
+        if source is None or UNUSED.search(row["id"]) or not asked or not 8 <= len(asked[0]) <= 1600:
+            continue
+        if signature(asked[0]) not in seen:
+            seen.add(signature(asked[0]))
+            pools[source].append(asked[:2])
+    for source, most in SOURCES.items():
+        yield from rng.sample(pools[source], min(most, len(pools[source])))
+
+
+def passages(path: Path, number: int, rng: random.Random) -> Iterator[Turns]:
+    """Yield passages of books to be summarised."""
+    books = [row["text"] for row in map(Record.fields, read_records(path))]
+    while number:
+        book = rng.choice(books)
+        start = book.find(". ", rng.randrange(len(book) // 10, len(book) * 9 // 10)) + 2
+        passage = re.sub(r"\s+", " ", book[start : start + rng.randrange(700, 2200)])
+        passage = passage[: passage.rfind(".") + 1]
+        if len(passage) > 300:
+            number -= 1
+            yield [rng.choice(SUMMARISE) + passage]
+
+
+def functions(number: int, rng: random.Random) -> Iterator[Turns]:
+    """Yield heads of functions with their docstrings, from Python's standard library, to be completed."""
+    heads = []
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted([*folder.glob("*.py"), *folder.glob("*/*.py")]):
+        if "test" in str(path) or "site-packages" in str(path):
+            continue
+        source = path.read_text(encoding="utf-8", errors="ignore")
+        for node in ast.parse(source).body:
+            documented = isinstance(node, ast.FunctionDef) and 60 < len(ast.get_docstring(node) or "") < 900
+            if documented and not node.name.startswith("_"):
+                heads.append("\n".join(source.split("\n")[node.lineno - 1 : node.body[0].end_lineno]) + "\n")
+    for head in rng.sample(heads, min(number, len(heads))):
+        yield [rng.choice(COMPLETE) + head]
+
+
+def tasks() -> Iterator[Turns]:
+    for verb in VERBS:
+        yield from ([f"Write a Python function that {verb} {thing}. Explain it briefly."] for thing in OBJECTS)
+
+
+def conversation(number: int, turns: Turns, rng: random.Random) -> dict:
+    """Return a conversation of one or two questions, with answers to be replaced."""
+    if len(turns) == 1 and rng.random() < 0.25:
+        turns = [*turns, rng.choice(FOLLOW_UPS)]
+    elif len(turns) > 1 and rng.random() < 0.5:
+        turns = turns[:1]
+    said = [{"from": who, "value": text} for turn in turns for who, text in (("human", turn), ("gpt", "."))]
+    return {"id": str(number), "conversations": said}
+
+
+def write(prompts: Iterable[Turns], folder: Path, rng: random.Random) -> None:
+    shuffled = list(prompts)
+    rng.shuffle(shuffled)
+    rows = [conversation(number, turns, rng) for number, turns in enumerate(shuffled)]
+    for name, part in (("greedy", rows[::2]), ("warm", rows[1::2])):
+        write_text(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part))
+
+
+@one_sentence_errors
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("conversations", "books", "bench", "out"):
+        p.add_argument(f"--{name}", type=Path, required=True)
+    args, rng = p.parse_args(), random.Random(52)
+    seen = benchmark_signatures(args.bench)
+    asked = questions(args.conversations, seen, rng)
+    write([*asked, *passages(args.books, 900, rng), *functions(700, rng), *tasks()], args.out, rng)
+
+
+if __name__ == "__main__":
+    main()

@@ -149,9 +149,10 @@ class Eagle3Family(Family):
         if not torch.equal(ids, ids.sort().values):
             raise ValueError("the EAGLE-3 layout needs a draft vocabulary in ascending order of ids")
         tensors = rows_of(parameters(drafter)) | {"fc.weight": drafter.scaled_fc()}
-        own_head = isinstance(drafter.head, nn.Linear) or vocab.ids is not None
-        if own_head:
+        own_head = isinstance(drafter.head, nn.Linear)  # else rows of the target's
+        if own_head or vocab.ids is not None:
             tensors |= {"d2t": ids - torch.arange(vocab.size), "t2d": vocab.contains()}
+        if own_head:
             tensors["lm_head.weight"] = drafter.head.weight
         width = drafter.fc.in_features // len(drafter.taps)
         if width != drafter.shape.hidden:

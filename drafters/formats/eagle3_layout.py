@@ -62,7 +62,8 @@ def meaning_of(
             qkv_bias=f"{PROJECTIONS[0]}.bias" in tensors,
             qk_norm="midlayer.self_attn.q_norm.weight" in tensors,
         ),
-        own_head="lm_head.weight" in tensors or config.get("draft_vocab_size") is not None,
+        own_head="lm_head.weight" in tensors
+        or (config.get("draft_vocab_size") is not None and not config.get("target_head")),
     )
 
 
@@ -87,9 +88,12 @@ def check_list(taps, name: str) -> tuple[int, ...]:
 
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """The published layout, as SpecForge and SGLang read it."""
-    meaning, tensors = ascending(meaning, tensors)
     if not meaning.own_head and meaning.draft_vocab != meaning.vocab:
         raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
+    return _written(*ascending(meaning, tensors), target)
+
+
+def _written(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **shape_fields(meaning.shape),
@@ -142,8 +146,10 @@ def recognise_own(config: dict, tensors: Tensors) -> bool:
 
 def write_own(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """The published layout with the field `taps`, and with a list for other readers where they have names for the
-    taps."""
-    config, tensors = write(dataclasses.replace(meaning, taps=None), tensors, target)
+    taps. `target_head` means the target's rows for the draft vocabulary, which the file then does not hold."""
+    config, tensors = _written(dataclasses.replace(meaning, taps=None), tensors, target)
+    if not meaning.own_head and meaning.draft_vocab != meaning.vocab:
+        config |= {"draft_vocab_size": meaning.draft_vocab, "target_head": True}
     config["taps"] = list(meaning.taps) if meaning.taps else None
     in_order = list(meaning.taps or ()) == sorted(set(meaning.taps or ()))  # other readers would put them in order
     if meaning.taps and in_order and target is not None and all(0 < tap < target.layers for tap in meaning.taps):

@@ -9,10 +9,12 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 
+from specdec.drafters import eagle3
 from specdec.drafters.formats import load_drafter, open_checkpoint, save_drafter
 from specdec.drafters.formats.convert import convert
 from specdec.drafters.formats.description import inspect
 from specdec.drafters.formats.token_map import read_token_map
+from specdec.drafters.vocab import DraftVocab
 
 
 @pytest.fixture
@@ -179,3 +181,18 @@ def test_int8_weights_are_those_that_decoding_in_int8_rounds_to(kind, tmp_path):
     convert(tmp_path / "small", tmp_path / "again", layout, int8=True)
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(again[name], value) for name, value in raw.items() if value.dtype == torch.int8)
+
+
+def test_a_frozen_head_over_some_tokens_is_not_in_the_file(tmp_path):
+    target = tiny_target()
+    few = DraftVocab(target.vocab, torch.arange(0, target.vocab, 2))
+    drafter = eagle3.create(target, vocab=few, taps=(1, 2, target.config.layers), train_head=False)
+    save_drafter(drafter, tmp_path / "head", target)
+    assert "lm_head.weight" not in load_file(tmp_path / "head" / "model.safetensors")
+    read = load_drafter(tmp_path / "head", target)
+    assert torch.equal(read.head.weight, target.head.weight[few.ids])
+    assert torch.equal(read.vocab.ids, few.ids)
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"target_head": False}))
+    with pytest.raises(ValueError, match=r"lacks the tensor lm_head\.weight"):
+        load_drafter(tmp_path / "head", target)

@@ -250,8 +250,8 @@ def create(
         raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {mask}")
     sliding = tuple(index < sliding_layers for index in range(layers)) if sliding_layers else ()
     switches = BlockForward(block_size, mask, sliding=sliding, **forward)
-    behind = head_of(conditional, vocab, embedding, rank, head or {})
+    conditional_head = head_of(conditional, vocab, embedding, rank, head or {})
     sure = Confidence(shape.hidden, rank if conditional else 0) if confidence else None
-    drafter = BlockDrafter(shape, layers, taps, vocab, embedding, target.head.weight, switches, behind, sure)
+    drafter = BlockDrafter(shape, layers, taps, vocab, embedding, target.head.weight, switches, conditional_head, sure)
     start(drafter, target, init)
     return drafter

@@ -67,8 +67,8 @@ class DraftModel(Drafter):
         return self._state(logits)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        depth, behind = torch.full_like(tokens, level - 1), (level - 1) * tokens.shape[1]
-        logits, _ = self.model(self._known(tokens), self.cache, depth=depth, ancestors=ancestors, offset=behind)
+        depth, start = torch.full_like(tokens, level - 1), (level - 1) * tokens.shape[1]
+        logits, _ = self.model(self._known(tokens), self.cache, depth=depth, ancestors=ancestors, offset=start)
         return self._state(logits)
 
     def _state(self, logits: Tensor) -> DraftState:

@@ -135,10 +135,10 @@ class NGram(Drafter):
         self.lens = self.lens + n
         return self._root(self.history, self.lens, max_len)
 
-    def compact(self, kept: Survivors) -> None:
-        for row, place in kept.moves:
+    def compact(self, survivors: Survivors) -> None:
+        for row, place in survivors.moves:
             self.memory[place] = self.memory[row]
-        self.history, self.lens = self.memory[: kept.count], self.lens[kept.index]
+        self.history, self.lens = self.memory[: survivors.count], self.lens[survivors.index]
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> Matches:
         """hidden [B,W,S] are the parents' match lengths: the path needs no looking up."""

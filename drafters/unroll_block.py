@@ -131,8 +131,8 @@ def _block_piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor
     hidden, rope = F.embedding(ids.flatten(1), drafter.embedding), drafter.rope(places.flatten(1))
     seen = {sliding: context.seen(anchors, how, sliding) for sliding in set(drafter.sliding)}
     own = {sliding: how.seen(sliding).to(anchors.device) for sliding in seen}
-    for layer, kept, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):
-        hidden = layer(hidden, rope, BlockAttend(kept, seen[sliding], own[sliding]))
+    for layer, text_keys, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):
+        hidden = layer(hidden, rope, BlockAttend(text_keys, seen[sliding], own[sliding]))
     return drafter.norm(hidden).unflatten(1, (a, how.rows))[:, :, how.unused :]
 
 
@@ -142,20 +142,20 @@ class TextView(NoCache):
     def __init__(self, documents: Tensor):
         """documents [B,T]"""
         super().__init__(mask=document_mask(documents))
-        self.kept: list[tuple[Tensor, Tensor]] = []  # of each layer
+        self.text_keys: list[tuple[Tensor, Tensor]] = []  # of each layer
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.kept.append((k, v))
+        self.text_keys.append((k, v))
         return super().attend(layer, q, k, v)
 
 
 class ChainView:
     """Attention of chains [B,A] of `length` mask rows each over the rows kept by a `TextView`, and over themselves."""
 
-    def __init__(self, kept: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
+    def __init__(self, text_keys: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
         """seen [B,A,T]: which rows of its text each chain sees."""
         own = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-        self.attends = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in kept]
+        self.attends = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in text_keys]
 
     def layer(self, index: int) -> BlockAttend:
         return self.attends[index]
@@ -175,7 +175,7 @@ def chains_behind(
     first = drafter.run(drafter.real(feats, tokens), positions, text)
     first = first.gather(1, anchors.clamp(min=0)[..., None].expand(-1, -1, first.shape[-1]))[:, :, None]
     masked = drafter.masked(feats, anchors)
-    piece = partial(_chain_piece, drafter, text.kept, documents, positions)
+    piece = partial(_chain_piece, drafter, text.text_keys, documents, positions)
     if drafter.recompute:
         piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     chains = []
@@ -190,7 +190,7 @@ def chains_behind(
 
 
 def _chain_piece(
-    drafter, kept: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
+    drafter, text_keys: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
 ) -> Tensor:
     """masked [B,A,E], anchors [B,A] -> [B,A,length,H]"""
     here, rows = anchors.clamp(min=0), torch.arange(documents.shape[1], device=anchors.device)
@@ -199,5 +199,5 @@ def _chain_piece(
     ends = torch.where(anchors < 0, -1, positions.gather(1, here))  # with nothing before it a chain begins the text
     places = ends[..., None] + 1 + torch.arange(length, device=anchors.device)
     rows = masked[:, :, None].expand(-1, -1, length, -1).flatten(1, 2)
-    out = drafter.run(rows, places.flatten(1), ChainView(kept, seen, length))
+    out = drafter.run(rows, places.flatten(1), ChainView(text_keys, seen, length))
     return out.unflatten(1, (-1, length))

@@ -174,10 +174,10 @@ class Drafter(nn.Module):
         state (W = 1, or W = block) at the last absorbed position."""
         raise NotImplementedError
 
-    def compact(self, kept: Survivors) -> None:
+    def compact(self, survivors: Survivors) -> None:
         """Go on with these rows only, in all that is kept of rows, and forget the others."""
         if self.cache is not None:
-            self.cache.compact(kept)
+            self.cache.compact(survivors)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,any], and which of the

@@ -170,14 +170,14 @@ def _message(error: urllib.error.HTTPError) -> str:
 def _read(answer: dict) -> Completion:
     try:
         choice = answer["choices"][0]
-        told = choice.get("logprobs") or {}
+        reported = choice.get("logprobs") or {}
         return Completion(
             text=choice["text"],
             tokens=choice.get("token_ids"),
             finish=choice.get("finish_reason") or "",
-            logprobs=told.get("token_logprobs"),
-            names=told.get("tokens"),
-            top=told.get("top_logprobs"),
+            logprobs=reported.get("token_logprobs"),
+            names=reported.get("tokens"),
+            top=reported.get("top_logprobs"),
         )
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ValueError(f"the server's answer is no completion: {json.dumps(answer)[:200]}") from None

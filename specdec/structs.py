@@ -52,9 +52,9 @@ class Survivors:
     def __init__(self, ended: Sequence[bool], device: torch.device):
         """ended: of every row."""
         self.count = sum(not over for over in ended)  # B'
-        behind = (row for row in range(self.count, len(ended)) if not ended[row])
+        later = (row for row in range(self.count, len(ended)) if not ended[row])
         # Of each row that moves, where it is and where it goes. No place is among both.
-        self.moves = [(next(behind), place) for place in range(self.count) if ended[place]]
+        self.moves = [(next(later), place) for place in range(self.count) if ended[place]]
         self.rows = list(range(self.count))  # what each place holds from now on
         for source, place in self.moves:
             self.rows[place] = source

@@ -113,8 +113,8 @@ class DynamicTree(Tree):
         if (name := f"dynamic.{self.topk}") not in recording.tensors:
             known = ", ".join(other[8:] for other in recording.tensors if other.startswith("dynamic."))
             raise ValueError(f"topk {self.topk} was not recorded; recorded were {known or 'none'}")
-        kept = recording.tensors[name][:, self.steps - 1] < self.num_draft_tokens - 1
-        return Accepted(kept.sum(1) * drafts, torch.where(drafts, self.num_draft_tokens, 1), self.steps * drafts)
+        best_nodes = recording.tensors[name][:, self.steps - 1] < self.num_draft_tokens - 1
+        return Accepted(best_nodes.sum(1) * drafts, torch.where(drafts, self.num_draft_tokens, 1), self.steps * drafts)
 
     def ranks_along(self, pool: Pool, following: Tensor) -> Tensor:
         """Return the ranks by path score among all of the first 1, 2, ... levels of the nodes that a text runs through,
@@ -175,12 +175,12 @@ def best_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """root [B] and the parts of a `Pool` [B,M], no deeper than `steps` -> tokens, parents and depth [B,N], ancestors
     [B,N,N] and scores [B,N] of the tree of the root and the N - 1 best candidates."""
-    kept = best_first(scores)[:, : nodes - 1].sort(dim=1).values  # breadth first again
-    places = F.pad(kept + 1, (1, 0))  # as parents name them, the root among them: ascending, so a node is a search
-    tree_parents = F.pad(torch.searchsorted(places, parents.gather(1, kept)), (1, 0))
+    best_nodes = best_first(scores)[:, : nodes - 1].sort(dim=1).values  # breadth first again
+    places = F.pad(best_nodes + 1, (1, 0))  # as parents name them, the root among them: ascending, for searchsorted
+    tree_parents = F.pad(torch.searchsorted(places, parents.gather(1, best_nodes)), (1, 0))
     ancestors = ancestors_of(tree_parents, steps)
-    tokens = torch.cat([root[:, None], tokens.gather(1, kept)], 1)
-    return tokens, tree_parents, ancestors.sum(-1) - 1, ancestors, F.pad(scores.gather(1, kept), (1, 0))
+    tokens = torch.cat([root[:, None], tokens.gather(1, best_nodes)], 1)
+    return tokens, tree_parents, ancestors.sum(-1) - 1, ancestors, F.pad(scores.gather(1, best_nodes), (1, 0))
 
 
 def best_first(scores: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def best_first(scores: Tensor) -> Tensor:
     return scores.sort(dim=1, descending=True, stable=True).indices
 
 
-def follow(pool: Pool, levels: Sequence[slice], following: Tensor, kept: Tensor | None = None) -> Tensor:
+def follow(pool: Pool, levels: Sequence[slice], following: Tensor, best_nodes: Tensor | None = None) -> Tensor:
     """Return where a text runs through a pool: the place at each depth of the child that is its token, [B,D], or -1.
 
     levels: of the pool, one for each depth. following [B,>=D]: the text's tokens after each root. kept [B,M]: the
@@ -202,8 +202,8 @@ def follow(pool: Pool, levels: Sequence[slice], following: Tensor, kept: Tensor 
     for depth, level in enumerate(levels):
         match = pool.parents[:, level] == node[:, None]
         match &= pool.tokens[:, level] == following[:, depth : depth + 1]
-        if kept is not None:
-            match &= kept[:, level]
+        if best_nodes is not None:
+            match &= best_nodes[:, level]
         found.append(torch.where(match.any(1), match.int().argmax(1) + level.start, -1))
         node = torch.where(found[-1] < 0, -1, found[-1] + 1)
     return torch.stack(found, 1)

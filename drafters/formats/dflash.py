@@ -149,7 +149,7 @@ class BlockFamily(Family):
     sign = "fc.* and hidden_norm.*"
     servers, method = MappingProxyType({"vllm": "vllm", "sglang": "sglang"}), "dflash"
     parameters = staticmethod(parameters)
-    aside = ("d2t", "t2d", "embed_tokens.weight")
+    optional = ("d2t", "t2d", "embed_tokens.weight")
 
     def make(self, meaning: BlockMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         conditional = head_of(meaning.conditional, vocab, embedding, meaning.rank, meaning.head)

@@ -57,7 +57,7 @@ class EagleFamily(Family):
     sign = "layers.0.* with fc"
     servers = MappingProxyType({"vllm": "vllm", "sglang": "sglang"})
     method, algorithm = "eagle", "EAGLE"
-    aside = (EMBEDDING, "draft_ids")
+    optional = (EMBEDDING, "draft_ids")
 
     def make(self, meaning: EagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         drafter = Eagle(meaning.shape, taps[0], vocab, embedding, head, meaning.fc_bias, meaning.qkv_bias)
@@ -202,6 +202,6 @@ SGLANG = write_only(
     "sglang",
     "EAGLE-1/2 as SGLang reads it",
     write_sglang,
-    beside=lambda tensors: {TOKEN_MAP: tensors["draft_ids"].tolist() if "draft_ids" in tensors else None},
+    pickles=lambda tensors: {TOKEN_MAP: tensors["draft_ids"].tolist() if "draft_ids" in tensors else None},
 )
 FAMILY = EagleFamily()

@@ -39,7 +39,7 @@ class MedusaFamily(Family):
     saved_as = "medusa"
     sign = "0.0.linear"
     servers, method = MappingProxyType({"vllm": "vllm"}), "medusa"
-    aside = ("draft_ids",)
+    optional = ("draft_ids",)
 
     def make(self, meaning: MedusaMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         return Medusa(meaning.shape, taps[0], vocab, head)

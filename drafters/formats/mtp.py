@@ -60,7 +60,7 @@ class MtpFamily(Family):
     drafter = Mtp
     saved_as = "mimo"
     sign = f"{PREFIX}.*"
-    aside = ("draft_ids",)
+    optional = ("draft_ids",)
 
     def make(self, meaning: MtpMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         return Mtp(meaning.shape, taps[0], vocab, embedding, head, heads=meaning.heads, forward=meaning.forward)

@@ -168,7 +168,7 @@ class InsideFamily(Family):
         parameters = _parameters(drafter, meaning.kind, _prefix(tensors, meaning.kind, name))
         if meaning.kind == "qwen":
             tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
-        fill(parameters, tensors, name, "its MTP head", aside=copies)
+        fill(parameters, tensors, name, "its MTP head", optional=copies)
         return drafter
 
     def expected(self, meaning: InsideMeaning, tensors: Tensors) -> dict[str, torch.Size]:

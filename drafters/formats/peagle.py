@@ -57,7 +57,7 @@ class PEagleFamily(Eagle3Family):
     servers = MappingProxyType({"vllm": "speculators"})
     algorithm = None
     parameters = staticmethod(parameters)
-    aside = ("d2t", "t2d")
+    optional = ("d2t", "t2d")
 
     def make(self, meaning: PEagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         how = taps, vocab, embedding, meaning.block, meaning.mask_token, meaning.forward, meaning.tap_width
@@ -185,8 +185,8 @@ def recognise_speculators(config: dict, tensors: Tensors) -> bool:
 
 
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
-    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
-    meaning, first = speculators.read(config, kept, name)
+    shared = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
+    meaning, first = speculators.read(config, shared, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tensors = from_file(tensors | {key: t for key, t in first.items() if key in tensors})
     return completed(meaning, tensors, config.get("mask_token_id"), methods[0].get("speculative_tokens"), name), tensors

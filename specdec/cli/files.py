@@ -82,12 +82,12 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"cannot write {path}: it is a folder; give a file")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
-    aside = partial_path(path)
+    staging = partial_path(path)
     with _one_sentence(path):
-        there = aside.exists()
-        aside.open("ab").close()
+        there = staging.exists()
+        staging.open("ab").close()
         if not there:
-            aside.unlink()
+            staging.unlink()
 
 
 def check_makeable(folder: Path) -> None:
@@ -108,9 +108,9 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
 
     Raises ValueError if the disk does not take it; what was there before stays, and nothing else is left.
     """
-    aside = partial_path(path)
-    with _one_sentence(path), _removed_on_error(aside):
-        fill(aside)
+    staging = partial_path(path)
+    with _one_sentence(path), _removed_on_error(staging):
+        fill(staging)
         put_in_place(path)
 
 
@@ -126,8 +126,8 @@ def keep(path: Path, fill: Callable[[Path], object]) -> None:
             if time.time() - leftover.stat().st_mtime > DAY:
                 shutil.rmtree(leftover)
     affixes = {"prefix": f"{path.name}.", "suffix": ".partial"}
-    with _one_sentence(path), tempfile.TemporaryDirectory(**affixes, dir=path.parent) as aside:
-        made = Path(aside) / path.name
+    with _one_sentence(path), tempfile.TemporaryDirectory(**affixes, dir=path.parent) as staging:
+        made = Path(staging) / path.name
         fill(made)
         for part in (*made.rglob("*"), made):
             _sync(part)
@@ -140,7 +140,7 @@ def keep(path: Path, fill: Callable[[Path], object]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """`write_whole` for a text, in UTF-8."""
-    write_whole(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_whole(path, lambda staging: staging.write_text(text, encoding="utf-8"))
 
 
 def partial_path(path: Path) -> Path:
@@ -171,18 +171,18 @@ def replace_folder(folder: Path, fill: Callable[[Path], object], files: Collecti
     what was there before stays, and nothing else is left.
     """
     check_replaceable(folder, files, kind)
-    aside, old = partial_path(folder), folder.with_name(folder.name + ".replaced")
-    with _one_sentence(folder), _removed_on_error(aside):
+    staging, old = partial_path(folder), folder.with_name(folder.name + ".replaced")
+    with _one_sentence(folder), _removed_on_error(staging):
         if old.exists() and not folder.exists():  # a kill came between the two renames below
             old.rename(folder)
-        for leftover in (aside, old):
+        for leftover in (staging, old):
             if leftover.exists():
                 shutil.rmtree(leftover)
-        aside.mkdir(parents=True)
-        fill(aside)
-        for part in (*aside.rglob("*"), aside):
+        staging.mkdir(parents=True)
+        fill(staging)
+        for part in (*staging.rglob("*"), staging):
             _sync(part)
-        _exchange(folder, aside, old)
+        _exchange(folder, staging, old)
 
 
 def _exchange(folder: Path, new: Path, old: Path) -> None:
@@ -214,13 +214,13 @@ def _sync_names(folder: Path) -> None:
 
 
 @contextmanager
-def _removed_on_error(aside: Path) -> Iterator[None]:
+def _removed_on_error(staging: Path) -> Iterator[None]:
     """Nothing but a kill leaves a part of what was to be written."""
     try:
         yield
     except (Exception, KeyboardInterrupt):
         with suppress(OSError):
-            shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+            shutil.rmtree(staging) if staging.is_dir() else staging.unlink(missing_ok=True)
         raise
 
 

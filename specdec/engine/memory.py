@@ -214,10 +214,10 @@ def unused_bytes(segments: abc.Iterable[dict], device: int) -> int:
     return sum(s["total_size"] - s["active_size"] for s in ours)
 
 
-def check(plan: Plan, free: int, kept: bool = False) -> None:
+def check(plan: Plan, free: int, allocated: bool = False) -> None:
     """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes. kept: the caches, and the graphs on
     them, are there from an earlier call."""
-    needed = plan.needed_again if kept else plan.needed
+    needed = plan.needed_again if allocated else plan.needed
     working = plan.needed_again + plan.graphs
     if needed > free:
         raise ValueError(

@@ -30,7 +30,7 @@ class Reading:
         self, target: Target, cache: KVCache, taps: tuple[int, ...], most: int, prefixes: Prefixes | None = None
     ):
         """cache: that of the rows. most: tokens of a part. prefixes: what is kept of prompts."""
-        self.target, self.cache, self.taps, self.most = target, cache.aside(), taps, most
+        self.target, self.cache, self.taps, self.most = target, cache.scratch(), taps, most
         self.prefixes = prefixes
         self.drop()
 

@@ -70,23 +70,23 @@ class Sequence:
     ) -> list[int]:
         """Append what still belongs to the text, and return it. logprobs, likely: of the tokens, if the sequence keeps
         them."""
-        kept = tokens[: self.left]
-        for count, token in enumerate(kept, 1):
+        added = tokens[: self.left]
+        for count, token in enumerate(added, 1):
             self.finish = self._end(token)
             if self.finish is not None:
-                kept = kept[:count]
+                added = added[:count]
                 break
-        self.tokens += kept
+        self.tokens += added
         if self.logprobs is not None and logprobs is not None:
-            self.logprobs += logprobs[: len(kept)]
+            self.logprobs += logprobs[: len(added)]
             if self.top:
-                places = zip(likely[: len(kept)], likely_logprobs, strict=False)
+                places = zip(likely[: len(added)], likely_logprobs, strict=False)
                 self.likely += [list(zip(ids[: self.top], own, strict=False)) for ids, own in places]
         if self.finish is None and len(self.tokens) == self.limit:
             self.finish = self.at_limit
         if self.finish is not None:
             self.matcher = None
-        return kept
+        return added
 
     def _end(self, token: int) -> str | None:
         """How the next token ends the text; None if it does not."""

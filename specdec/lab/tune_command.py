@@ -125,9 +125,9 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[Costs, Tuned]:
 
 def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
     """Write the file for `specdec generate --settings`, without entries that are None; returns its report."""
-    told = ("max_new_tokens", "batch_size", *(f.name for f in fields(Sampling)))
+    recorded = ("max_new_tokens", "batch_size", *(f.name for f in fields(Sampling)))
     report = tuned.report() | {
-        "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in told},
+        "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in recorded},
         "machine": machine(target.device),
         "versions": versions(),
     }

@@ -82,7 +82,7 @@ class KVCache:
         part.lens.zero_()
         return part
 
-    def aside(self) -> "KVCache":
+    def scratch(self) -> "KVCache":
         """An empty cache of one row, of this kind and with as many slots, in memory of its own."""
         return KVCache(len(self.memory), 1, self.slots, *self.shape, like=self.like)
 
@@ -92,18 +92,18 @@ class KVCache:
 
     def hold(self, layers: Sequence[Tensor], length: int) -> None:
         """Let the only row hold `length` tokens, the first of those whose keys and values [2,1,S,K,Dh] these are."""
-        for own, kept in zip(self.layers, layers, strict=True):
-            own[:, :, :length] = kept[:, :, :length]
+        for own, survivors in zip(self.layers, layers, strict=True):
+            own[:, :, :length] = survivors[:, :, :length]
         self.lens.fill_(length)
         self.max_len = length
 
-    def compact(self, kept: Survivors) -> None:
+    def compact(self, survivors: Survivors) -> None:
         """Go on with these rows, none of which is longer than `max_len`, and forget the others."""
         for layer in self.layers:
-            for row, place in kept.moves:  # row by row: on the CPU operators with indices take six times as long
+            for row, place in survivors.moves:  # row by row: on the CPU operators with indices take six times as long
                 layer[:, place, : self.max_len] = layer[:, row, : self.max_len]
-        self.lens[: kept.count] = self.lens[kept.index]
-        self._use(0, kept.count)
+        self.lens[: survivors.count] = self.lens[survivors.index]
+        self._use(0, survivors.count)
 
     def slots_of(self, offsets: Tensor) -> Tensor:
         """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""

@@ -52,8 +52,8 @@ class Window:
 class RecurrentCache:
     """The committed states of one layer."""
 
-    def __init__(self, kept: State):
-        self.kept = kept
+    def __init__(self, tensors: State):
+        self.tensors = tensors
         self.window: Window | None = None
 
     @classmethod
@@ -63,20 +63,20 @@ class RecurrentCache:
 
     def narrow(self, first: int, count: int) -> "RecurrentCache":
         """The same memory for `count` rows from `first` on."""
-        return RecurrentCache({name: x.narrow(0, first, count) for name, x in self.kept.items()})
+        return RecurrentCache({name: x.narrow(0, first, count) for name, x in self.tensors.items()})
 
     def clear(self) -> None:
-        for x in self.kept.values():
+        for x in self.tensors.values():
             x.zero_()
 
-    def compact(self, kept: Survivors) -> None:
-        for x in self.kept.values():
-            for row, place in kept.moves:
+    def compact(self, tensors: Survivors) -> None:
+        for x in self.tensors.values():
+            for row, place in tensors.moves:
                 x[place] = x[row]
 
     def checkpoint(self, again: bool = False, rows: Sequence[int] | None = None) -> State:
         """A copy of the committed states, or, if `again`, of those behind the last forward, of some rows or all."""
-        state = self.window.last if again else self.kept
+        state = self.window.last if again else self.tensors
         return {name: x.clone() if rows is None else x[rows] for name, x in state.items()}
 
     def forward(self, run: Run, x: Tensor, plan: Plan) -> Tensor:
@@ -115,8 +115,8 @@ class RecurrentCache:
         window, self.window = self.window, None
         if window.states is not None:
             rows = torch.arange(len(n), device=n.device)
-            for name, kept in self.kept.items():
-                kept.copy_(torch.stack([kept, *(state[name] for state in window.states)], 1)[rows, n])
+            for name, tensors in self.tensors.items():
+                tensors.copy_(torch.stack([tensors, *(state[name] for state in window.states)], 1)[rows, n])
             return
         counts = n.tolist()
         whole = [row for row, count in enumerate(counts) if count == window.lengths[row]]
@@ -127,7 +127,7 @@ class RecurrentCache:
                 found.append((some, window.replay(some, count)))
         for some, state in found:
             for name, part in state.items():
-                self.kept[name][some] = part
+                self.tensors[name][some] = part
 
 
 class HybridCache(KVCache):
@@ -171,23 +171,23 @@ class HybridCache(KVCache):
             state.clear()
         return part
 
-    def aside(self) -> "HybridCache":
-        shapes = {layer: state.kept for layer, state in self.states.items()}
+    def scratch(self) -> "HybridCache":
+        shapes = {layer: state.tensors for layer, state in self.states.items()}
         return HybridCache(list(self.place), shapes, 1, self.slots, *self.shape, like=self.like, budget=self.budget)
 
     def take(self, other: "HybridCache", length: int) -> None:
         super().take(other, length)
-        for own, kept in zip(self.recurrent.values(), other.recurrent.values(), strict=True):
-            for name, x in own.kept.items():
-                x.copy_(kept.kept[name])
+        for own, tensors in zip(self.recurrent.values(), other.recurrent.values(), strict=True):
+            for name, x in own.tensors.items():
+                x.copy_(tensors.tensors[name])
 
-    def compact(self, kept: Survivors) -> None:
+    def compact(self, tensors: Survivors) -> None:
         for state in self.recurrent.values():
-            state.compact(kept)
-        super().compact(kept)
+            state.compact(tensors)
+        super().compact(tensors)
 
     def committed(self, row: int) -> list[Tensor]:
-        states = [part[row] for state in self.recurrent.values() for part in state.kept.values()]
+        states = [part[row] for state in self.recurrent.values() for part in state.tensors.values()]
         return super().committed(row) + states
 
     def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:

@@ -129,8 +129,8 @@ def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
     A committed slot holds its own position, node j's slot the position lens + depth[j].
     """
     offset = torch.arange(slots, device=lens.device) - lens[:, None]  # [B,S]
-    behind = depth.gather(1, offset.clamp(0, depth.shape[1] - 1))
-    position = torch.where(offset < 0, offset, behind)  # counted from lens
+    tree_depth = depth.gather(1, offset.clamp(0, depth.shape[1] - 1))
+    position = torch.where(offset < 0, offset, tree_depth)  # counted from lens
     return position[:, None] > depth[..., None] - window
 
 

@@ -230,11 +230,11 @@ def pack_fp32(weight: Tensor) -> RowsWeight | None:
     return _pack_rows(weight, 1) if weight.dtype == torch.float32 and native.has_rows() else None
 
 
-def _pack_rows(weight: Tensor, beside: int) -> RowsWeight:
+def _pack_rows(weight: Tensor, lanes: int) -> RowsWeight:
     """beside: how many inputs of an output lie side by side."""
     size, inputs = weight.shape
     filled = F.pad(weight, (0, 0, 0, -size % UNIT))
-    groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, beside), inputs // beside, beside)
+    groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, lanes), inputs // lanes, lanes)
     return RowsWeight(groups.transpose(1, 2).contiguous(), size)
 
 

@@ -88,7 +88,7 @@ class Noise:
         self.rows = mix64(mix64(numbers[:, 0]) + (numbers[:, 1] + 1) * signed(GOLDEN))  # [B]
         self.hashes = hashes
 
-    def behind(self, root: Tensor, depths: int = 1) -> "RoundNoise":
+    def after(self, root: Tensor, depths: int = 1) -> "RoundNoise":
         """root [B]: the position of the first token that is drawn, less one. depths: how many positions follow it."""
         return RoundNoise(self, root, depths)
 

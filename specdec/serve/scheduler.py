@@ -223,13 +223,13 @@ class Scheduler:
         with metrics.lock:
             drafts = drafted_of(report, self.steps)
             count(metrics, report, [row in self.running for row in report.rows], drafts, self.engine.prefixes)
-            told = zip(report.rows, report.emitted, report.accepted, drafts, strict=True)
-            for sequence, tokens, accepted, drafted in told:
+            progress = zip(report.rows, report.emitted, report.accepted, drafts, strict=True)
+            for sequence, tokens, accepted, drafted in progress:
                 job = self.running.get(sequence)
                 if job is None:  # ended before, its row not yet dropped
                     continue
-                behind = len(sequence.tokens) - len(tokens)
-                logprobs, likely = sequence.logprobs and sequence.logprobs[behind:], sequence.likely[behind:]
+                first = len(sequence.tokens) - len(tokens)
+                logprobs, likely = sequence.logprobs and sequence.logprobs[first:], sequence.likely[first:]
                 delta = Delta(job, tokens, logprobs, likely, sequence.finish, drafted=drafted, accepted=accepted)
                 deltas.append(delta)
                 since, name = (job.heard, "inter_token_latency") if job.heard else (job.arrived, "time_to_first_token")

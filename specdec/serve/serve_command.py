@@ -49,13 +49,13 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--cors-origins", metavar="URLS", help="web pages that may call, commas between, or *")
     server.add_argument("--served-model-name", metavar="NAME", help="(default: the target's name)")
     server.add_argument("--grace", type=float, default=30.0, help="seconds to finish in when stopped (default 30)")
-    told = p.add_argument_group("what is told")
-    told.add_argument("--stream-interval", type=int, help="tokens of a stream's event (default: those of a step)")
-    told.add_argument("--per-request-spec-decode-metrics", choices=ACCEPTANCE, default="none", metavar="HOW",
+    reporting = p.add_argument_group("what is told")
+    reporting.add_argument("--stream-interval", type=int, help="tokens of a stream's event (default: those of a step)")
+    reporting.add_argument("--per-request-spec-decode-metrics", choices=ACCEPTANCE, default="none", metavar="HOW",
                       help="none (default), summary, detailed: acceptance in responses")  # fmt: skip
-    told.add_argument("--enable-prompt-tokens-details", action="store_true",
+    reporting.add_argument("--enable-prompt-tokens-details", action="store_true",
                       help="how many tokens of a prompt were not read again, in its usage")  # fmt: skip
-    told.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace (docs/trace.md) when stopped")
+    reporting.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace (docs/trace.md) when stopped")
     limits = p.add_argument_group("limits")
     limits.add_argument("--batch-size", type=int, default=8, help="sequences decoded together (default 8)")
     limits.add_argument("--room", type=int, help=f"tokens of a text, prompt included (default: the context, {ROOM})")

@@ -85,8 +85,8 @@ class Service:
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
         who = f"{name}-{secrets.token_hex(12)}", self.model, int(time.time())
-        told = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1, self.prompt_details
-        return kind(*who, choices, used, *told)
+        reported = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1, self.prompt_details
+        return kind(*who, choices, used, *reported)
 
     def grammar_of(self, ask: Ask) -> Grammar | None:
         """The grammar of all texts of a request; None for any text. `Refusal` for a form that is not implemented."""

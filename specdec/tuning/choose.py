@@ -97,12 +97,12 @@ def choose_tree(
     how = {"batch": batch, "temperature": temperature, "compile": compile, "acceptance": acceptance.as_text()}
     place = cached(identity(target, drafter, **how))
 
-    def read(kept: dict) -> Choice:
-        tree = kept["choice"]["tree"]
-        return Choice(**kept["choice"] | {"tree": tree and parse_tree(tree)})
+    def read(stored: dict) -> Choice:
+        tree = stored["choice"]["tree"]
+        return Choice(**stored["choice"] | {"tree": tree and parse_tree(tree)})
 
-    if not recalibrate and (kept := place.read(read)) is not None:
-        return kept
+    if not recalibrate and (stored := place.read(read)) is not None:
+        return stored
 
     def timer(compile: bool) -> Timer:
         own = TreeTimer(target, drafter, Sampling(temperature), abstain=False, compile=compile)

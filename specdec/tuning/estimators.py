@@ -31,7 +31,7 @@ class Estimator:
         return np.exp((draft.ancestors * logs[:, None]).sum(-1))
 
 
-class Told(Estimator):
+class DraftProbability(Estimator):
     """The drafter's own probability."""
 
     def edges(self, draft: Draft) -> np.ndarray:
@@ -108,7 +108,7 @@ class Confident(Estimator):
         return np.concatenate([np.ones((len(draft.edges), 1)), _sigmoid(draft.confidence)], 1)[:, : draft.nodes]
 
 
-ESTIMATORS = {"told": Told, "calibrated": Calibrated, "margin": Margin, "confidence": Confident}
+ESTIMATORS = {"told": DraftProbability, "calibrated": Calibrated, "margin": Margin, "confidence": Confident}
 
 
 def make_estimator(name: str, levels: int) -> Estimator:

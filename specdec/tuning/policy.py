@@ -57,9 +57,9 @@ class Rates:
                 trials[level] += 1
         left, self.missed = RETURN**self.missed, 0
         for level, seen in enumerate(trials):
-            kept = left * (MEMORY if seen else RETURN)
-            self.hits[level] = kept * self.hits[level] + hits[level]
-            self.trials[level] = kept * self.trials[level] + seen
+            memory = left * (MEMORY if seen else RETURN)
+            self.hits[level] = memory * self.hits[level] + hits[level]
+            self.trials[level] = memory * self.trials[level] + seen
 
     def tokens(self, errors: float = 0.0) -> np.ndarray:
         """Return the tokens that a round is expected to emit by levels [D+1]. errors: standard errors added to each

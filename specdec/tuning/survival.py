@@ -82,13 +82,13 @@ class Survival(Bandit):
         self._expect(draft, survival, tokens, whole)
         own = self._by_nodes(rows, draft.levels)
         seconds = np.maximum(own + self._excess()[draft.levels], own / 10)
-        kept, speed = (self._levels if draft.drawn else self._width)(draft, survival, tokens, seconds)
+        nodes, speed = (self._levels if draft.drawn else self._width)(draft, survival, tokens, seconds)
         self.saved += (seconds[draft.nodes] - tokens[-1] / speed - self.saved) / BLOCK
         if whole or self.drafts % WHOLE == 0:
-            kept = None
-        verified = survival if kept is None else np.take_along_axis(survival, kept, 1)
+            nodes = None
+        verified = survival if nodes is None else np.take_along_axis(survival, nodes, 1)
         self.hope = float(verified[draft.live].sum(1).mean()) - 1
-        return kept
+        return nodes
 
     def _expect(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, every: bool) -> None:
         """Average what the best nodes of trees of this depth are expected to give. every: of all smaller depths too, as
@@ -121,15 +121,15 @@ class Survival(Bandit):
         before its tokens were drawn. To look at a later level and then leave this one out would show in the text: a
         drawn token would be kept or dropped by what it led to."""
         shape, live = draft.depth[0], survival[draft.live].mean(0)
-        found, kept = 1.0, 1
+        found, count = 1.0, 1
         for level in range(1, draft.levels + 1):
             more = int((shape <= level).sum())
             with_it = found + live[shape == level].sum()
-            if with_it / seconds[more] <= found / seconds[kept]:
+            if with_it / seconds[more] <= found / seconds[count]:
                 break
-            found, kept = with_it, more
-        whole = kept == draft.nodes
-        return None if whole else np.broadcast_to(np.arange(kept), (len(survival), kept)), found / seconds[kept]
+            found, count = with_it, more
+        whole = count == draft.nodes
+        return None if whole else np.broadcast_to(np.arange(count), (len(survival), count)), found / seconds[count]
 
     def learn(self, outcome: Outcome) -> None:
         super().learn(outcome)

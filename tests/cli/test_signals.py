@@ -19,7 +19,7 @@ from specdec.engine.trace_files import read_trace
 
 def in_round(monkeypatch, which: int, act) -> None:
     """Act when the screen is told of so many rounds."""
-    told = session.Screen.__call__
+    real_call = session.Screen.__call__
     count = 0
 
     def call(self, report):
@@ -27,7 +27,7 @@ def in_round(monkeypatch, which: int, act) -> None:
         count += 1
         if count == which:
             act()
-        told(self, report)
+        real_call(self, report)
 
     monkeypatch.setattr(session.Screen, "__call__", call)
     monkeypatch.setattr(chat.Screen, "__call__", call)

@@ -61,10 +61,10 @@ def test_rounds_match(case):
         tree = Chain(drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
         assert tree.tokens[:, 1:].tolist() == drafts.tolist()
     assert seen == drafter.cache.lens
-    for name, kept in ((k, v) for k, v in reference.items() if f"{prefix}.round{rounds - 1}.cache" in k):
+    for name, stored in ((k, v) for k, v in reference.items() if f"{prefix}.round{rounds - 1}.cache" in k):
         kind, layer = name.split("_")[-1].split(".")
         ours = drafter.cache.layers[int(layer)]["kv".index(kind), :, :seen].transpose(1, 2)
-        assert_close_in_fp32(ours, kept)
+        assert_close_in_fp32(ours, stored)
 
 
 @pytest.mark.parametrize("prefix", ["full", "sliding_causal", "sliding_noncausal"])
@@ -147,9 +147,9 @@ def test_markov_and_confidence_heads_match(kind):
         tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), first)
         assert tree.tokens[:, 1:].tolist() == tokens.tolist()
         for cut in (0.3, 0.5, 0.7):
-            if (kept := reference.get(f"{at}.cut_at_{cut}")) is not None:
+            if (stored := reference.get(f"{at}.cut_at_{cut}")) is not None:
                 drafter.cut = cut
-                assert drafter._kept(first).item() == kept.item()
+                assert drafter._kept(first).item() == stored.item()
 
 
 def domino_head(reference: dict, prefix: int) -> Domino:

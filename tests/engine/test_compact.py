@@ -37,13 +37,13 @@ def test_dropping_rows_shows_nowhere(drafter, tree, late, price, monkeypatch):
     target, (prompts, limits) = tiny_target(), ragged(6)
     sampling = [Sampling(0.8, 5, 0.9), HEAVY, Sampling()] * 2
     how = {"max_new_tokens": limits, "sampling": sampling, "eos": frozenset([11]), "logprobs": True}
-    told = [
+    results = [
         outcome(
             Engine(target, DRAFTERS[drafter](target), TREES[tree], **made), prompts, **how,
             stop=[After(4 + i) if i % 4 == 2 else None for i in range(6)],
         )
         for made in ({"overlap": late}, {"compact": False})
     ]  # fmt: skip
-    assert_same(*told)
-    assert {finish for _, finish, _ in told[0][0]} >= {"length", "stop"}
-    assert len(told[0][2][-1][0]) < 6, "nothing was dropped: the test shows nothing"
+    assert_same(*results)
+    assert {finish for _, finish, _ in results[0][0]} >= {"length", "stop"}
+    assert len(results[0][2][-1][0]) < 6, "nothing was dropped: the test shows nothing"

@@ -152,8 +152,8 @@ def test_a_graph_that_is_written_down_is_the_same_graph(drafter, sampling, tmp_p
 class Slow(Interpreted):
     """Each graph is ready from its third round on."""
 
-    def capture(self, run, kept, bound):
-        replay, rounds = super().capture(run, kept, bound), []
+    def capture(self, run, preserved, bound):
+        replay, rounds = super().capture(run, preserved, bound), []
 
         def play(bound):
             rounds.append(bound)
@@ -169,13 +169,13 @@ class Slow(Interpreted):
 def test_a_policy_is_told_when_rounds_take_another_time():
     """The policy hears it once for each number of rows and levels. Reports say which rounds were recorded."""
     target, drafter, tree = parts("eagle3", "chain")
-    policy, told, captured = Depths(3), [], 0
-    policy.changed = lambda *what: told.append(what)
+    policy, reported, captured = Depths(3), [], 0
+    policy.changed = lambda *what: reported.append(what)
     engine = Engine(target, drafter, tree, graphs=Slow(), adaptive=policy)
     engine.reserve(2, 100)
     rows = [engine.add(p, max_new_tokens=n, eos=frozenset()) for p, n in (([3, 5, 7], 90), ([1], 40))]
     while (report := engine.step()) is not None:
         captured += report.captured
-    assert sorted(told) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
+    assert sorted(reported) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
     assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.backend.made) == 8
     assert_as_alone(target, rows)

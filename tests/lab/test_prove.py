@@ -141,9 +141,9 @@ def test_a_broken_cache_of_keys_is_found(monkeypatch):
 def test_the_command(capsys, tmp_path, target_path, drafter_path):
     how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "8", "--limit", "2"]
     main([*how, "--draws", "1000", "--json", "--out", str(tmp_path / "proof.md")])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["sound"]
-    assert {case["rule"] for case in told["laws"]} == {"match", "rejection", "block", "sglang"}
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["sound"]
+    assert {case["rule"] for case in printed["laws"]} == {"match", "rejection", "block", "sglang"}
     assert "No bug found" in (tmp_path / "proof.md").read_text()
     main([*how, "--draws", "4000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out

@@ -84,9 +84,9 @@ def test_our_own_server_by_the_command(target_path, drafter_path, tmp_path, caps
     finally:
         server.should_exit = True
         thread.join()
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (told["sound"], told["texts"], told["bugs"]) == (True, 2, 0)
-    assert told["drift"] < 1e-4
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (printed["sound"], printed["texts"], printed["bugs"]) == (True, 2, 0)
+    assert printed["drift"] < 1e-4
     assert "No bug found: 2 of 2 texts equal" in (tmp_path / "page.md").read_text()
 
 

@@ -41,10 +41,10 @@ async def test_answers_are_of_their_form_and_those_beside_them_are_free(server):
     answers = await asyncio.gather(*(server.post(path, **body) for path, body in bodies))
     said = [[c["message"]["content"] if "message" in c else c["text"] for c in a["choices"]] for a in answers]
     ends = [[c["finish_reason"] for c in a["choices"]] for a in answers]
-    told = json.loads(said[0][0])
-    assert list(told) == ["ok", "why"]
-    assert type(told["ok"]) is bool
-    assert told["why"] in ("a", "b")
+    parsed = json.loads(said[0][0])
+    assert list(parsed) == ["ok", "why"]
+    assert type(parsed["ok"]) is bool
+    assert parsed["why"] in ("a", "b")
     assert re.fullmatch("(no|yes)[0-9]{2}", said[2][0])
     assert all(json.loads(text) in (1, "two") for text in said[3])
     assert json.loads(said[4][0]) == [True]

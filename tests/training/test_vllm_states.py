@@ -302,9 +302,9 @@ def test_the_connector_writes_what_the_blocks_hold(connector, tmp_path):
     assert worker.get_finished({"b", "never seen"}) == ({"b"}, None)
     assert worker.get_finished(set()) == (None, None)
     worker._executor.shutdown()
-    found, kept = load_file(tmp_path / "a.safetensors"), worker._kv_cache
+    found, pages = load_file(tmp_path / "a.safetensors"), worker._kv_cache
     assert found["token_ids"].tolist() == [5, 6, 7, 8, 9]
-    assert torch.equal(found["hidden_states"], torch.cat([kept[4].transpose(0, 1), kept[1].transpose(0, 1)[:1]]))
+    assert torch.equal(found["hidden_states"], torch.cat([pages[4].transpose(0, 1), pages[1].transpose(0, 1)[:1]]))
     says = []
     for name in "ab":
         with safe_open(tmp_path / f"{name}.safetensors", framework="pt") as file:

@@ -240,9 +240,9 @@ def test_commands(target_path, drafter_path, tmp_path, monkeypatch, capsys):
     assert "wrote" in capsys.readouterr().out
     assert [m.temperature for m in read_acceptance(draft).measured] == [0.0, 1.0]
     generate([*models, *ask, "--compare"])
-    told = capsys.readouterr()
-    assert told.err.startswith("tree: ")
-    assert "identical: yes" in told.out
+    printed = capsys.readouterr()
+    assert printed.err.startswith("tree: ")
+    assert "identical: yes" in printed.out
     generate([*models, *ask, "--show-trees"])  # who wants to see trees gets one, though none may pay
     shown = capsys.readouterr()
     assert "`-- " in shown.out

@@ -118,7 +118,7 @@ class Objective:
         readouts = [batch.rows(state.readout, j) for j, state in enumerate(states)]
         loss = head_loss(judge, readouts, [state.head.weights for state in states])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
-        extra, more = self.beside(states, feats, batch)
+        extra, more = self.extra_terms(states, feats, batch)
         return loss + extra, metrics | more | {"counted": batch.divisors[0]}
 
     def weigh(self, student: Student, teacher: Teacher) -> Value:
@@ -154,7 +154,7 @@ class Objective:
         """What heads read of a batch in which everything is learnt, for `specdec.training.estimate`."""
         return [state.readout for state in drafter.unroll(feats, tokens, self.steps)]
 
-    def beside(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
+    def extra_terms(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
         """What a subclass adds: to the loss, and to the metrics."""
         return 0.0, {}
 

@@ -90,7 +90,7 @@ class ParallelObjective(Objective):
         readout = blocks.readout[rows.row, rows.place, rows.depth]
         each = torch.ones_like(readout[:, 0], dtype=torch.float32)
         if self.weights == "teacher":
-            each = believed(rows, told(rows, teacher_logits, following))
+            each = believed(rows, teacher_logprobs(rows, teacher_logits, following))
         if weights is not None:
             each = each * F.pad(weights[:, 1:], (0, 1), value=1.0)[rows.row, rows.column]
         judge = _Rows(self, drafter, teacher_logits, drafter.vocab.from_target(following), rows, each)
@@ -147,7 +147,7 @@ def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [(rows.row, x.clamp(min=0), (rows.depth >= back) & (x >= 0)) for back, x in enumerate(at, start=1)]
 
 
-def told(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
+def teacher_logprobs(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
     """[B,T] the target's log-probability of the token behind each column that `before` looks at, elsewhere 0.
 
     following [B,T]: these tokens."""

@@ -45,7 +45,7 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
     # In the scheduler
 
     def request_finished(self, request, block_ids: list[int]):
-        delayed, told = super().request_finished(request, block_ids)
+        delayed, params = super().request_finished(request, block_ids)
         if delayed:
             pending = self._pending_saves[request.request_id]
             following = list(request.all_token_ids)[len(pending.token_ids) :]
@@ -54,7 +54,7 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
             self._pending_saves[request.request_id] = Save(
                 **vars(pending), next_token=int(following[0]) if greedy and following else None
             )
-        return delayed, told
+        return delayed, params
 
     # In the workers
 
@@ -96,15 +96,15 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
 
 def write(path: Path, pending: Save, states: torch.Tensor, about: dict) -> None:
     """Write a file under another name, and give it its own when it is on the disk."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"hidden_states": states, "token_ids": pending.token_ids}
-        save_file(tensors, aside, {"specdec": json.dumps(about | {"next_token": pending.next_token})})
-        aside.replace(path)
+        save_file(tensors, staging, {"specdec": json.dumps(about | {"next_token": pending.next_token})})
+        staging.replace(path)
     except Exception as error:  # a thread's would be lost
         example.logger.error("%s was not written: %r", path, error)
-        aside.unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)
 
 
 def vllm_version() -> str:

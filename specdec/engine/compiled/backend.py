@@ -28,21 +28,21 @@ class CompiledRounds:
 
     fixed, any_bound, late = True, True, False
 
-    def __init__(self, aside: bool = False):
+    def __init__(self, in_background: bool = False):
         """aside: functions that are not kept yet are compiled in another process, and meanwhile rounds are eager."""
         native.load()
-        self.workshop = Workshop() if aside else None
+        self.workshop = Workshop() if in_background else None
 
     def forget(self) -> None:
         if self.workshop is not None:
             self.workshop.forget()
 
-    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+    def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         # Half of it tells the most. But of a window between the two only the longer one has a mask.
         bounds = [bound, max(bound // 2, 1), max(bound - 1, 1)]
         if self.workshop is None:
-            return compiled_run(run, kept, bounds, self.compile)
-        graph = recorded_graph(run, kept, bounds)
+            return compiled_run(run, preserved, bounds, self.compile)
+        graph = recorded_graph(run, preserved, bounds)
         library = build.kept_library(graph)
         if compiled := build.load_if_kept(library):
             return replay_of(graph, compiled)
@@ -81,21 +81,21 @@ class CompiledRounds:
 
 def compiled_run(
     run: Callable[[int], Any],
-    kept: abc.Sequence[Tensor],
+    preserved: abc.Sequence[Tensor],
     bounds: list[int],
     compile: Callable[[RoundGraph], build.Compiled],
 ) -> Callable[[int], Any]:
     """What `run` does, compiled, for all bounds up to the first, or for the only one. With the next ones it is tried,
     one after the other, whether what it does depends on the bound as a graph can tell. kept: as for a capture."""
-    graph = recorded_graph(run, kept, bounds)
+    graph = recorded_graph(run, preserved, bounds)
     return replay_of(graph, compile(graph))
 
 
-def recorded_graph(run: Callable[[int], Any], kept: abc.Sequence[Tensor], bounds: list[int]) -> RoundGraph:
+def recorded_graph(run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bounds: list[int]) -> RoundGraph:
     """The graph of what `run` does; kept and bounds as for `compiled_run`."""
 
     def undone(bound: int) -> Record:
-        with restored(kept):
+        with restored(preserved):
             return record(run, bound, native.SEEN)
 
     undone(bounds[0])  # what is made once and kept is made now

@@ -215,8 +215,8 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
     ]
 
 
-def markdown(proof: Proof, told: str) -> str:
-    lines = ["# Is it lossless?", "", f"**{verdict_line(proof)}**", "", told, ""]
+def markdown(proof: Proof, conditions: str) -> str:
+    lines = ["# Is it lossless?", "", f"**{verdict_line(proof)}**", "", conditions, ""]
     for title, columns, rows, note in sections(proof):
         cells = [columns, ["---"] * len(columns), *rows]
         lines += [f"## {title}", "", *(f"| {' | '.join(row)} |" for row in cells), "", note, ""]

@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     proof = prove(target, drafters, prompts, **how)
     if args.out is not None:
         model = f"Target {called(target.name)}, {str(target.dtype).removeprefix('torch.')}"
-        told = f"{model}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
-        write_text(args.out, markdown(proof, told))
+        conditions = f"{model}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
+        write_text(args.out, markdown(proof, conditions))
     if args.json:
         print(json.dumps(as_json(proof)))
     else:

@@ -91,7 +91,7 @@ def play(target, acts: Script) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
     tokens = torch.tensor([[*p] + [0] * (longest - len(p)) for p in acts.prompts], device=device)
     target(tokens, cache, last=lens.to(device) - 1, prefill=True)
     cache.advance(lens.to(device), longest)
-    bound, kept, logits = longest, [], []
+    bound, committed_states, logits = longest, [], []
     for nodes, n in [*acts.rounds, (torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64))]:
         count = nodes.shape[1]
         chain = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
@@ -99,9 +99,9 @@ def play(target, acts: Script) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
         found, _ = target(nodes.to(device), cache, depth=depth, ancestors=chain)
         bound += count
         cache.commit(depth * (depth < n.to(device)[:, None]), n.to(device), bound)
-        kept.append([[part.clone() for part in cache.committed(row)] for row in range(rows)])
+        committed_states.append([[part.clone() for part in cache.committed(row)] for row in range(rows)])
         logits.append(found[:, 0])
-    return kept, logits
+    return committed_states, logits
 
 
 def prove_rollback(
@@ -128,8 +128,8 @@ def _judge(target, acts: Script, runs, row: int, proof: RollbackProof) -> None:
     """Add what became of a row to the proof."""
     (states, logits), (other_states, other_logits) = runs
     proof.cases += 1
-    kept = [zip(x[row], y[row], strict=True) for x, y in zip(states, other_states, strict=True)]
-    in_states = max((_apart(a, b) for pairs in kept for a, b in pairs), default=0.0)
+    committed_states = [zip(x[row], y[row], strict=True) for x, y in zip(states, other_states, strict=True)]
+    in_states = max((_apart(a, b) for pairs in committed_states for a, b in pairs), default=0.0)
     in_logits = max(_apart(a[row], b[row]) for a, b in zip(logits, other_logits, strict=True))
     allowed = ROUNDING * torch.finfo(target.dtype).eps if target.experts else 0.0
     proof.states += in_states > allowed

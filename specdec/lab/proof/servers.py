@@ -29,11 +29,11 @@ class ServerProof(ComparedTexts):
     drift: float | None = None  # the largest difference of a log-probability along equal text; None: nobody told them
 
     def verdict(self) -> str:
-        told = f"{self.same} of {self.texts} texts equal ({self.tokens} tokens)"
+        summary = f"{self.same} of {self.texts} texts equal ({self.tokens} tokens)"
         ties = f"; {self.ties} differ at a numerical tie" if self.ties else ""
         if self.bugs:
-            return f"NOT LOSSLESS: {told}{ties}; {self.bugs} differ for no numerical reason."
-        return f"No bug found: {told}{ties}."
+            return f"NOT LOSSLESS: {summary}{ties}; {self.bugs} differ for no numerical reason."
+        return f"No bug found: {summary}{ties}."
 
 
 def against_engine(server: Remote, target: Target, prompts: list[list[int]], new: int, at_once: int = 4) -> ServerProof:
@@ -129,12 +129,12 @@ def _who(server: Remote) -> str:
 def page(proof: ServerProof) -> str:
     """The proof as Markdown."""
     drift = "not told" if proof.drift is None else f"{proof.drift:.1e}"
-    told = {
+    summary = {
         "server": proof.server,
         "reference": proof.reference,
         "largest difference of a log-probability along equal text": drift,
     }
-    items = "\n".join(f"- {name}: {value}" for name, value in told.items())
+    items = "\n".join(f"- {name}: {value}" for name, value in summary.items())
     wrong = "".join(f"- {mismatch}\n" for mismatch in proof.mismatches)
     return f"# Is the server lossless?\n\n**{proof.verdict()}**\n\n{items}\n\n{wrong}"
 
@@ -148,6 +148,6 @@ def print_page(proof: ServerProof) -> None:
 
 
 def as_json(proof: ServerProof) -> dict:
-    told, counts = asdict(proof), {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
-    del told["mismatches"]
-    return told | counts | {"differences": [asdict(m) | {"tie": m.tie} for m in proof.mismatches]}
+    summary, counts = asdict(proof), {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
+    del summary["mismatches"]
+    return summary | counts | {"differences": [asdict(m) | {"tie": m.tie} for m in proof.mismatches]}

@@ -94,9 +94,9 @@ class Sweep:
             mine = self.common | {"draft": draft.identity()}
             names = self.names | {"draft": draft.name}
             for tree in trees:
-                told = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
-                settings = mine | {"tree": told, "probe": self.probe}
-                called = names | ({"draft": f"{draft.name}, over the block"} if "block" in told else {})
+                described = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
+                settings = mine | {"tree": described, "probe": self.probe}
+                called = names | ({"draft": f"{draft.name}, over the block"} if "block" in described else {})
                 found.append(SweepPoint("decode", draft, tree, settings, called | {"lossless": self.verifier.lossless}))
             if best_tree is not None:
                 found.append(SweepPoint("best_tree", draft, None, mine | {"best_tree": best_tree}, names))
@@ -135,9 +135,9 @@ class Sweep:
             return Engine(self.target)
         if point.kind == "best_tree":
             return Engine(self.target, drafter, Chain(1))
-        told = point.settings["tree"]
-        numbers = told["topk"], told["steps"], told["num_draft_tokens"]
-        tree = parse_tree(point.tree) if "block" in told else make_tree(*numbers, sample_draft=self.sample_draft)
+        described = point.settings["tree"]
+        numbers = described["topk"], described["steps"], described["num_draft_tokens"]
+        tree = parse_tree(point.tree) if "block" in described else make_tree(*numbers, sample_draft=self.sample_draft)
         return Engine(self.target, drafter, tree, self.verifier)
 
     def _decode(self, token: int) -> str:
@@ -157,8 +157,8 @@ class Sweep:
         questions = self.benchmark.questions
         warm = {"max_new_tokens": min(8, self.max_new_tokens), "batch_size": self.batch_size, "observer": Recorder()}
         self._converse(engine, questions[: self.batch_size], **warm)  # the same rounds as will be measured
-        told = describe(self.target, engine.drafter, engine.policy, engine.verifier)
-        recorder = Recorder({"names": point.names, "settings": point.settings} | told)
+        described = describe(self.target, engine.drafter, engine.policy, engine.verifier)
+        recorder = Recorder({"names": point.names, "settings": point.settings} | described)
         how = {"batch_size": self.batch_size, "name": recorder.name, "observer": recorder}
         results, left_out = self._converse(engine, questions, **how)
         rows = recorder.trace.rows

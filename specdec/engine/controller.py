@@ -136,7 +136,7 @@ class Controller:
 
 
 def trimmed(tree: DraftTree, selected: Tensor) -> DraftTree:
-    """Return the nodes kept [B,n] of a tree: ascending, root first, closed under parents."""
+    """Return the tree of the selected nodes [B,n]: ascending, root first, closed under parents."""
     n, whole = selected.shape[1], tree.tokens.shape[1]
     tokens, depth = tree.tokens.gather(1, selected), tree.depth.gather(1, selected)
     parents = torch.searchsorted(selected, tree.parents.gather(1, selected))

@@ -26,7 +26,7 @@ class Executor(Protocol):
 
     def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         """Return a function that does what `run` does with this bound of the committed length, or, with `any_bound`,
-        with any bound up to it, and returns what `run` returned. kept: all tensors that `run` changes and that
+        with any bound up to it, and returns what `run` returned. preserved: all tensors that `run` changes and that
         outlive it; a capture leaves them as they are."""
 
 

@@ -43,7 +43,7 @@ def own_workspaces() -> Iterator[None]:
     Torch keeps a workspace for each handle and stream. A graph has its address, and does not hold it. A workspace that
     a warm-up has made would serve all graphs captured on the stream, and torch 2.13 gives it back as soon as one of
     them is gone, while the others write to it (pytorch issue 193402). So a capture begins without one, as in torch's
-    own `cudagraph_trees`, and leaves none behind that others would find in the pool."""
+    own `cudagraph_trees`, and frees its own workspace, so that no other capture finds it in the pool."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield

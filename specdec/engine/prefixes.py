@@ -1,11 +1,11 @@
-"""Prompts that were read before: one that begins like them is read from where it differs.
+"""The prefix cache: a prompt that begins like an earlier one is read from the first token that differs.
 
-What is kept of a prompt is a copy: the target's keys and values, and the features that a drafter is to absorb. So rows
-come and go as they like. A copy serves every prompt that shares its beginning, however long that is, and one that
-another continues gives way to it, as in a chat of several turns. Those used longest ago go first when memory is full.
+The cache holds copies of the target's keys and values, and of the features that a drafter absorbs. So rows can be
+dropped at any time. A copy serves every prompt that shares its beginning, of any length. A longer prompt replaces the
+copy of its own beginning, as in a chat of several turns. When memory is full, the least recently used copies go first.
 
 vLLM and SGLang share the memory itself, in blocks and by a tree of tokens (RadixAttention, arXiv 2312.07104). Here rows
-lie in one piece, and to copy tokens takes little beside reading them.
+are contiguous, and copying tokens takes little time compared with reading them.
 """
 
 from collections import abc

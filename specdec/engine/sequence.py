@@ -39,7 +39,7 @@ class Sequence:
     steps: int | None = None  # levels of the draft tree that count for it; 0: none; None: all of them
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
-    top: int = 0  # how many of the likeliest tokens in the place of each are told too
+    top: int = 0  # how many of the most likely tokens at each place to report
     likely: list[list[tuple[int, float]]] = field(default_factory=list)  # by token: they and theirs, best first
     cached: int = 0  # tokens of the prompt that need not be read, as they were with another one
     finish: str | None = None

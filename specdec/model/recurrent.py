@@ -69,9 +69,9 @@ class RecurrentCache:
         for x in self.tensors.values():
             x.zero_()
 
-    def compact(self, tensors: Survivors) -> None:
+    def compact(self, survivors: Survivors) -> None:
         for x in self.tensors.values():
-            for row, place in tensors.moves:
+            for row, place in survivors.moves:
                 x[place] = x[row]
 
     def checkpoint(self, again: bool = False, rows: Sequence[int] | None = None) -> State:
@@ -115,8 +115,8 @@ class RecurrentCache:
         window, self.window = self.window, None
         if window.states is not None:
             rows = torch.arange(len(n), device=n.device)
-            for name, tensors in self.tensors.items():
-                tensors.copy_(torch.stack([tensors, *(state[name] for state in window.states)], 1)[rows, n])
+            for name, stored in self.tensors.items():
+                stored.copy_(torch.stack([stored, *(state[name] for state in window.states)], 1)[rows, n])
             return
         counts = n.tolist()
         whole = [row for row, count in enumerate(counts) if count == window.lengths[row]]
@@ -177,14 +177,14 @@ class HybridCache(KVCache):
 
     def take(self, other: "HybridCache", length: int) -> None:
         super().take(other, length)
-        for own, tensors in zip(self.recurrent.values(), other.recurrent.values(), strict=True):
+        for own, source in zip(self.recurrent.values(), other.recurrent.values(), strict=True):
             for name, x in own.tensors.items():
-                x.copy_(tensors.tensors[name])
+                x.copy_(source.tensors[name])
 
-    def compact(self, tensors: Survivors) -> None:
+    def compact(self, survivors: Survivors) -> None:
         for state in self.recurrent.values():
-            state.compact(tensors)
-        super().compact(tensors)
+            state.compact(survivors)
+        super().compact(survivors)
 
     def committed(self, row: int) -> list[Tensor]:
         states = [part[row] for state in self.recurrent.values() for part in state.tensors.values()]

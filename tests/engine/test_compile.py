@@ -70,7 +70,7 @@ def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
         assert result.decode_seconds < result.parts["capture"] < result.seconds
     said = capfd.readouterr().err
     assert ("compiling a round ... " in said) == (how is True)
-    assert "kept for the next time" in said
+    assert "is cached" in said
 
     (library,) = tmp_path.glob("*/round.so")
     assert {path.name for path in library.parent.iterdir()} <= {"round.so", "round.json"}
@@ -82,7 +82,7 @@ def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
     damaged = tmp_path / "damaged" / "round.so"
     damaged.parent.mkdir()
     damaged.write_bytes(b"no library")
-    assert build.load_if_kept(damaged) is None
+    assert build.load_if_present(damaged) is None
     assert not damaged.parent.exists()
 
 

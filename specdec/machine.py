@@ -1,4 +1,4 @@
-"""What a time depends on beside the code."""
+"""The machine that a timing belongs to."""
 
 import os
 import platform
@@ -48,7 +48,7 @@ def matmul_precision(device: torch.device) -> str:
 
 
 def machine(device: torch.device) -> dict:
-    """What a time depends on beside the code: processor, cores, torch's threads and precision, device."""
+    """Return what timings depend on besides the code: processor, cores, torch's threads and precision, device."""
     kind = {"cpu": processor(), "cores": os.cpu_count(), "threads": full_threads(), "device": str(device)}
     kind["matmul_precision"] = matmul_precision(device)
     return kind | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})

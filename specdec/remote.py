@@ -25,8 +25,8 @@ LONGEST_PAUSE = 30.0
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer. tokens: None from a server that does not tell ids. top: by position, the log-probabilities of the
-    likeliest tokens by the server's own name for them; None if they were not asked for or are not told."""
+    """An answer. tokens: None from a server that does not return ids. top: by position, the log-probabilities of the
+    most likely tokens, named as the server names them; None if they were not requested or not returned."""
 
     text: str
     tokens: list[int] | None

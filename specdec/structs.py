@@ -33,7 +33,7 @@ class DraftTree:
     # [B, N, V] what each node's children were drawn from, in order of index, without replacement. Children to which it
     # gives nothing were not drawn: they followed when it was used up.
     q: Tensor | None = None
-    topk: int | None = None  # no node has more children; beside q, so that a verifier knows it without reading a tensor
+    topk: int | None = None  # the most children of a node; here so that a verifier with q need not read a tensor for it
 
 
 @dataclass
@@ -151,7 +151,7 @@ class SamplingBatch:
 
     @property
     def program(self) -> tuple[bool, ...]:
-        """What of it decides which operators run, and not only on which numbers: a CUDA graph is kept for each."""
+        """The part of it that decides which operators run. A CUDA graph is captured for each value."""
         return self.any_cut, self.any_min_p
 
 

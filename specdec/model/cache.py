@@ -10,7 +10,7 @@ from specdec.structs import Survivors
 
 
 def cache_bytes(layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor) -> int:
-    """What a `KVCache` of these sizes takes, lengths and the like aside."""
+    """Return the bytes of a `KVCache` of these sizes, without lengths and other small tensors."""
     return 2 * layers * rows * slots * kv_heads * head_dim * like.element_size()
 
 
@@ -65,9 +65,9 @@ class KVCache:
         self._use(0, batch)
 
     def admit(self, first: int, count: int, longest: int) -> "KVCache":
-        """Rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory: the prefill of
-        what joins goes there, beside rows that are being decoded. From now on they are in use here, too, and hold up to
-        `longest` positions."""
+        """Return rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory. Rows that
+        join are prefilled there, while the other rows are being decoded. From now on this cache uses them too, and they
+        hold up to `longest` positions."""
         if first > self.batch or first + count > self.capacity:
             raise ValueError(
                 f"rows {first} to {first + count - 1} cannot join a cache of {self.batch} rows with room for "
@@ -121,7 +121,7 @@ class KVCache:
         return keys.narrow(2, first, count), values.narrow(2, first, count)
 
     def committed(self, row: int) -> list[Tensor]:
-        """All that is kept of a row's committed tokens, which is all that later forwards see of them."""
+        """Return the stored state of a row's committed tokens: all that later forwards see of them."""
         length = int(self.lens[row])
         return [layer[:, row, :length] for layer in self.layers]
 

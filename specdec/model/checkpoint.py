@@ -254,8 +254,8 @@ def write_folder(
     """Write config.json and model.safetensors as one folder, whole or not at all, and the drafter's measured acceptance
     with them if there is one. They replace older ones.
 
-    apart: the name of a pickle, and how the names of the tensors begin that go there, if there are any. beside: further
-    pickles by their names; None in the place of one only says that an older one may be replaced.
+    apart: the name of a pickle, and the prefix of the tensors that it holds. pickles: further pickles by their names;
+    None in the place of one only means that an older one may be replaced.
 
     Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
     """

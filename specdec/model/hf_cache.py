@@ -22,7 +22,7 @@ class SlotCache(Cache):
         self.visible = min(cache.max_len + offset + n, cache.slots)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """Store keys and values [B,K,N,Dh] behind the committed part; return all visible slots [B,K,visible,Dh]."""
+        """Store keys and values [B,K,N,Dh] after the committed part; return all visible slots [B,K,visible,Dh]."""
         new, place = (key_states, value_states), self.place[layer_idx]
         widest = self.cache.layers[place].shape[-1]
         padded = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2).to(self.slots.device) for x in new)

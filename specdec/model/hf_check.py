@@ -1,4 +1,4 @@
-"""Is a model of transformers exact behind our cache? It is tried when it is loaded."""
+"""Check that a transformers model is exact with our cache. It is tried when the model is loaded."""
 
 import torch
 

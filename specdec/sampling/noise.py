@@ -94,7 +94,7 @@ class Noise:
 
 
 class RoundNoise:
-    """The noise of the D' positions behind the roots of a round. Depth d is that of a node whose next token it draws:
+    """The noise of the D' positions after the roots of a round. Depth d is that of a node whose next token it draws:
     for the root 0, and position root + 1."""
 
     def __init__(self, noise: Noise, root: Tensor, depths: int):

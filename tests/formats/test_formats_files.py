@@ -62,8 +62,8 @@ def test_shards_and_pickles_hold_the_same(kind, folder, target):
     ("name", "message"),
     [
         ("part-2.safetensors", "lacks the shard part-2.safetensors"),
-        ("", "weight_map must name files beside it, got ''"),
-        ("../part-2.safetensors", "weight_map must name files beside it, got '../part-2.safetensors'"),
+        ("", "weight_map must name files in its own folder, got ''"),
+        ("../part-2.safetensors", "weight_map must name files in its own folder, got '../part-2.safetensors'"),
     ],
 )
 def test_a_shard_that_is_no_file_beside_the_index_is_named(name, message, folder, target):

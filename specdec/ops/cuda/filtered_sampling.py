@@ -1,8 +1,8 @@
 """A draw from the filtered distribution of each row of logits, without sorting the vocabulary.
 
     p = softmax(x / temperature) of the logits x;  a token survives if x >= t, the largest of
-    t_k = the top_k-th largest x                                                          top-k, ties kept
-    t_p = the largest t with sum_{x >= t} p >= top_p * sum_{x >= t_k} p                   top-p, ties kept
+    t_k = the top_k-th largest x                                                          top-k, with ties
+    t_p = the largest t with sum_{x >= t} p >= top_p * sum_{x >= t_k} p                   top-p, with ties
     t_m = max x + temperature * log min_p                                                 min-p
     token = argmax over the survivors of x / temperature - log e                        an exponential race
 
@@ -184,7 +184,7 @@ def _list(
 @triton.jit
 def _gather(scores, ids, counts, size, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     """Move the lists of a row together, in place, and return how many tokens they hold. A tile is read before it is
-    written, and what is read later lies behind it."""
+    written, and later reads start after it."""
     held = tl.sum(tl.load(counts + tl.arange(0, PARTS)), 0)
     for first in range(0, held, WIDTH):
         place = first + tl.arange(0, WIDTH)

@@ -1,12 +1,12 @@
 """The tree of the best candidates of a dynamic tree, in one launch.
 
-Of M candidates in breadth-first order, parents before children, the N - 1 with the largest scores are kept, of equal
-ones the first. With the root as node 0 they are the nodes of the tree, in the same order.
+Of M candidates in breadth-first order, parents before children, it selects the N - 1 with the largest scores, the first
+ones among equal scores. With the root as node 0 they are the nodes of the tree, in the same order.
 
     depth[i] = depth[parents[i]] + 1        ancestors[i,j] = (j == i) or ancestors[parents[i],j]
 
 In torch: `specdec.trees.dynamic.best_tree`. A row of the batch is one program. It finds the (N-1)th largest score by
-bisection over the order of floats. Running counts of what is kept are the nodes' numbers. Then it walks up from all
+bisection over the order of floats. A running count of the selected ones numbers the nodes. Then it walks up from all
 nodes at once, as many steps as the tree is deep.
 """
 

@@ -45,7 +45,7 @@ def kept_folder(name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedJson:
     """What was measured under an identity: a JSON file in a folder of the user's cache. It need not be there."""
 
     folder: str

@@ -22,7 +22,7 @@ from specdec.tuning.choose import choose_tree
 from specdec.tuning.engines import Workload, adaptive_engine
 from specdec.verify import SampleAndMatch, VerifierSettings, in_words
 
-KEPT = 256 << 20  # bytes for the turns of a chat, which each turn sends again
+CHAT_BYTES = 256 << 20  # bytes for the turns of a chat, which each turn sends again
 
 
 class EndOnSignal(Observer):
@@ -73,7 +73,7 @@ class Session:
             self._choose_tree(asked=trees.tree is not None)
         how = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
         self.plain = Engine(self.target, **how)
-        how |= {"children": args.children, "prefixes": KEPT if args.chat else 0}
+        how |= {"children": args.children, "prefixes": CHAT_BYTES if args.chat else 0}
         parts = self.target, self.drafter, self.tree, self.verifier
         if args.adaptive is None:
             self.engine = Engine(*parts, **how)

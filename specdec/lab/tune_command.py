@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     tries.add_argument("--tries", type=int, default=4, help="settings that are decoded with for real (default 4)")
     tries.add_argument("--repeats", type=int, default=3, help="of real decoding and measured rounds (default 3)")
-    tries.add_argument("--remeasure", action="store_true", help="do not use kept measurements")
+    tries.add_argument("--remeasure", action="store_true", help="measure again instead of reading the cache")
     out = p.add_argument_group("output")
     out.add_argument("--out", type=Path, required=True, help="the settings file")
     out.add_argument("--json", action="store_true", help="the report as one JSON object in the last line")

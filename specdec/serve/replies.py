@@ -121,7 +121,7 @@ class Reply:
     choices: list[Choice]
     prompt_tokens: int
     token_ids: bool = False  # tell the ids of tokens, as vLLM does
-    acceptance: str = "none"  # told with the usage: 'summary', 'detailed'
+    acceptance: str = "none"  # reported with the usage: 'summary', 'detailed'
     drafts: int = 0  # nodes that a round can draft
     prompt_details: bool = False  # the usage tells how many tokens of the prompts were not read again
     object: ClassVar[str]
@@ -144,7 +144,7 @@ class Reply:
         return self._json(self.object, choices) | {"usage": self.usage()} | self.metrics()
 
     def metrics(self) -> dict:
-        """What is told beside the usage, of a response of one text, as vLLM does."""
+        """The metrics of a response of one text, next to its usage, as in vLLM."""
         if self.acceptance == "none" or len(self.choices) > 1:
             return {}
         described = speculation(self.choices[0], self.drafts, self.acceptance == "detailed")

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from specdec import __version__
-from specdec.cli.files import Kept
+from specdec.cli.files import CachedJson
 from specdec.cli.revision import code_digest
 from specdec.contracts import TreePolicy
 from specdec.machine import machine
@@ -178,9 +178,9 @@ def identity(target, drafter, **what) -> dict:
     } | what
 
 
-def cached(who: Mapping) -> Kept:
+def cached(who: Mapping) -> CachedJson:
     """Return the place in the user's cache folder for what was measured under an identity."""
-    return Kept("tuning", who)
+    return CachedJson("tuning", who)
 
 
 def cached_costs(who: Mapping, measure: Callable[[], tuple[Costs, bool]], anew: bool = False) -> Costs:

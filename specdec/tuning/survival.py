@@ -106,8 +106,8 @@ class Survival(Bandit):
 
     @staticmethod
     def _width(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """The best nodes of every row, as many as give the most tokens a second. tokens [N], seconds [N+1]: by how many
-        are kept."""
+        """Return the best nodes of every row, as many as give the most tokens per second. tokens [N], seconds [N+1]: by
+        number of nodes."""
         speed = tokens / seconds[1 : draft.nodes + 1]
         width = 1 + int(speed.argmax())
         if width == draft.nodes:
@@ -117,9 +117,9 @@ class Survival(Bandit):
 
     @staticmethod
     def _levels(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """Whole levels, one after the other, as long as the next one pays. Whether it does follows from what is known
-        before its tokens were drawn. To look at a later level and then leave this one out would show in the text: a
-        drawn token would be kept or dropped by what it led to."""
+        """Return whole levels, one after the other, as long as the next one pays. That decision must not depend on the
+        level's drawn tokens. If a later level were looked at and then left out, the text would change: whether a drawn
+        token is verified would depend on the tokens after it."""
         shape, live = draft.depth[0], survival[draft.live].mean(0)
         found, count = 1.0, 1
         for level in range(1, draft.levels + 1):

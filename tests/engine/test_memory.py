@@ -190,7 +190,7 @@ def test_what_fits_and_what_does_not():
     with pytest.raises(ValueError, match=r"needs 2\.75 GiB \(1\.00 for the target's cache, 0\.50 .*, up to 1\.25 for"):
         check(request, free=request.needed - 1)
     check(request, free=GIB // 4, allocated=True)
-    with pytest.raises(ValueError, match=r"beside 8\.00 GiB of weights 0\.25 GiB are free; take fewer rows"):
+    with pytest.raises(ValueError, match=r"0\.25 GiB are free after 8\.00 GiB of weights; take fewer rows"):
         check(request, free=GIB // 4 - 1, allocated=True)
 
 

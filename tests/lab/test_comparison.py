@@ -47,7 +47,7 @@ def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
     [
         ({"a": [0.5, 0.5, 0.5], "b": [0.8, 0.8, 0.8]}, {},
          "a is 2.00 times as fast as plain decoding (2.00 to 2.00). All texts are plain decoding's."),
-        ({"a": [0.4, 0.6, 0.5], "b": [0.6, 0.4, 0.55]}, {}, "Not told apart from it: b."),
+        ({"a": [0.4, 0.6, 0.5], "b": [0.6, 0.4, 0.55]}, {}, "No significant difference from it: b."),
         ({"a": [2.0, 2.0, 2.0]}, {}, "No drafter pays here: a, the nearest, is 0.50 times as fast"),
         ({"a": [0.5, 1.5, 0.9]}, {}, "No drafter is shown to pay: a came out 1.03 times as fast"),
         ({"a": [0.5]}, {}, "a was 2.00 times as fast as plain decoding. One prompt says nothing of others"),

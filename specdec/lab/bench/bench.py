@@ -87,7 +87,7 @@ class Bench:
     """Runs configurations, with what all of them share."""
 
     target: object
-    contenders: dict[str, Callable[[], Contender]]  # how to make each, when it is first needed; they are kept
+    contenders: dict[str, Callable[[], Contender]]  # how to make each; it is made when first needed, and reused
     prompts: Prompts
     ceiling: float  # bytes/s that the memory moves at best
     warmups: int = 2
@@ -95,7 +95,7 @@ class Bench:
     budget: float | None = None  # seconds from now on
     seed: int = 0
     random_weights: bool = False  # then those of transformers differ from ours, and drafts are accepted by accident
-    progress: Callable[[str], None] = lambda what: None  # told what is being done
+    progress: Callable[[str], None] = lambda what: None  # called with a description of each step
     save: Callable[[list[dict]], None] = lambda rows: None  # given a configuration's rows after each warm-up and trial
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ class Mismatch:
     position: int  # in the new text
     plain: int | str  # token ids, or a server's names for them
     speculative: int | str
-    margin: float  # between the two tokens' scores, in a finer dtype; infinite: it cannot be told
+    margin: float  # between the two tokens' scores, in a finer dtype; infinite if unknown
     error: float  # the largest rounding error of the target's scores there: |score - score in the finer dtype|
     leading: bool  # are these two the tokens of the largest scores?
 

@@ -183,7 +183,7 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
             "What rejected drafts leave in the target's caches",
             ["rows", "cases", "other states", "other logits", "by rounding", "not the plain text's", "largest"],
             rollback,
-            "The same tokens are accepted behind different rejected drafts: what is kept, and the next logits, must be "
+            "The same tokens are accepted after different rejected drafts: the caches, and the next logits, must be "
             "the same bits. By rounding: experts, which compute tokens together. Largest: difference of a logit from "
             "the plain text's, as a share of their range.",
         ),

@@ -4,7 +4,7 @@ It tests texts, greedy and sampled, against plain decoding, token for token; the
 sampled texts against the target's own distributions. It ends with 1 if a test failed, and with --self-test if none did.
 
     specdec prove --server URL --target T                     is a server that speculates lossless?
-    specdec prove --server URL --plain-server URL --target T  beside one that does not
+    specdec prove --server URL --plain-server URL --target T  compared with a server that does not speculate
 """
 
 import argparse

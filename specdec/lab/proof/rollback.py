@@ -1,16 +1,17 @@
-"""Does anything of a rejected draft stay behind in a target's caches?
+"""Test that a rejected draft leaves nothing in a target's caches.
 
 Attention forgets a rejected token when its slot is overwritten. A recurrent or a convolution state does not, and a
 framework that only cuts keys and values back decodes on from a text that was never accepted. Texts show that late or
-not at all, as logits change by little. So caches are looked at directly.
+not at all, as logits change by little. So this test compares the caches themselves.
 
-The same tokens are accepted twice, behind different rejected drafts. Whatever the target keeps must then be the same
-bits, and so must the logits that follow: both runs make the same operations in the same order. That finds all that
-stays of a rejected draft. What is lost of accepted tokens it does not find, so the logits are also held against those
-of the plain text, in which rounding may differ.
+The same tokens are accepted twice, after different rejected drafts. The target's caches must then be the same bits, and
+so must the logits that follow: both runs make the same operations in the same order. That finds everything that a
+rejected draft leaves. It does not find lost state of accepted tokens, so the logits are also compared with those of the
+plain text, in which rounding may differ.
 
 One kind of target needs an exception: experts compute a token together with all others that chose them, so the last
-bits of an accepted token may depend on the drafts beside it. Of such targets differences of `ROUNDING` are told apart.
+bits of an accepted token may depend on the drafts in the batch. For such targets, differences up to `ROUNDING` are
+counted separately.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ class RollbackProof:
 
 @dataclass(frozen=True)
 class Script:
-    """Rounds of some rows: in each, the nodes of a chain, and how many of them are kept."""
+    """Rounds of some rows: in each, the nodes of a chain, and how many of them are committed."""
 
     prompts: list[list[int]]
     rounds: list[tuple[Tensor, Tensor]]  # nodes [B,N] with the root first, and n [B] of them to keep

@@ -1,4 +1,4 @@
-"""Is a server's speculative text its target's own? Greedy texts of a server behind OpenAI's interface are compared.
+"""Compare the greedy texts of a speculating server with OpenAI's interface against the target's own texts.
 
 The reference is this engine with the same weights, or a second server that decodes the same weights plainly. Texts may
 differ without a fault where two tokens are so near each other that rounding decides between them. So the first token
@@ -26,7 +26,7 @@ class ServerProof(ComparedTexts):
 
     server: str  # name and version
     reference: str
-    drift: float | None = None  # the largest difference of a log-probability along equal text; None: nobody told them
+    drift: float | None = None  # largest difference of a log-probability along equal text; None: none were returned
 
     def verdict(self) -> str:
         summary = f"{self.same} of {self.texts} texts equal ({self.tokens} tokens)"
@@ -107,7 +107,7 @@ def _note_drift(proof: ServerProof, answer: Completion, tokens: list, logprobs: 
 
 @torch.inference_mode()
 def _logprobs(target: Target, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Of the tokens behind a prompt, under the target's softmax."""
+    """Log-probabilities of the tokens after a prompt, under the target's softmax."""
     ids = torch.tensor([prompt + tokens], device=target.device)
     logits = target(ids, None)[0][0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
@@ -128,7 +128,7 @@ def _who(server: Remote) -> str:
 
 def page(proof: ServerProof) -> str:
     """The proof as Markdown."""
-    drift = "not told" if proof.drift is None else f"{proof.drift:.1e}"
+    drift = "no log-probabilities" if proof.drift is None else f"{proof.drift:.1e}"
     summary = {
         "server": proof.server,
         "reference": proof.reference,

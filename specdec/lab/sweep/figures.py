@@ -99,7 +99,7 @@ def _ms(timing: dict) -> float:
 
 
 def pareto(points: list[tuple[float, float, dict]]) -> list[tuple[float, float, dict]]:
-    """Of points (cost, gain, what) those beside which no other costs as little and gains more, by rising cost."""
+    """Return the points (cost, gain, what) for which no other point costs as little and gains more, by rising cost."""
     front: list[tuple[float, float, dict]] = []
     for point in sorted(points, key=lambda p: (p[0], -p[1])):
         if not front or point[1] > front[-1][1]:

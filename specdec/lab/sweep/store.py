@@ -136,8 +136,8 @@ def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
 
 
 def tree_name(r: dict) -> str:
-    """topk/steps/num_draft_tokens of a dynamic tree, the same behind 'block' of one over a block, or 'chain' and its
-    steps."""
+    """Return topk/steps/num_draft_tokens of a dynamic tree, the same after 'block' for a tree over a block, or 'chain'
+    and its steps."""
     tree = r["settings"]["tree"]
     if tree["topk"] == 1:
         return f"chain {tree['steps']}"

@@ -1,7 +1,7 @@
 """A sweep: every drafter with every tree on one benchmark.
 
-Each point is one recorded run, kept under a key of all that it depends on (`points`, `store`). So a sweep that was
-interrupted goes on, and what has been measured is not measured again.
+Each point is one recorded run, stored under a key of all that it depends on (`points`, `store`). So an interrupted
+sweep continues where it stopped, and no point is measured twice.
 """
 
 import hashlib
@@ -106,7 +106,8 @@ class Sweep:
     def run(
         self, points: list[SweepPoint], progress: Callable[[SweepPoint, str], None] = lambda point, what: None
     ) -> None:
-        """Measure what is not there yet. progress: told of every point 'reused', 'skipped: why' or 'measured'.
+        """Measure the points that are missing. progress: called with every point and 'reused', 'skipped: why' or
+        'measured'.
 
         A tree that cannot be, or that the drafter cannot draft, is no error: the point's result says that it was
         skipped, and why."""

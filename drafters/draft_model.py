@@ -20,7 +20,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 class DraftModel(Drafter):
-    """Any model that can be a target, run over a cache of its own: committed tokens and, behind them, the tree.
+    """Any model that can be a target, run over a cache of its own: committed tokens, then the tree.
 
     A model with sliding windows takes the levels of a tree before a node as close as the node; windows are longer than
     trees are deep.

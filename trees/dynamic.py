@@ -21,7 +21,7 @@ from specdec.trees.bounds import check_nodes, check_shape, check_size
 
 WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
-NODES = 16  # unless told otherwise, or as many as there are
+NODES = 16  # the default, or all candidates if there are fewer
 
 
 class Pool(NamedTuple):
@@ -79,7 +79,7 @@ class DynamicTree(Tree):
         return self.select(root, self.expand(drafter, state, children))
 
     def expand(self, drafter: Drafter, state: DraftState, children: Children = LIKELIEST) -> Pool:
-        """Draft all candidates behind the state's position (W = 1)."""
+        """Draft all candidates after the state's position (W = 1)."""
         w, b = self.topk, len(state.hidden)
         self._move(state.hidden.device)
         first, state = state, drafter.root(state)
@@ -186,7 +186,7 @@ def best_tree(
 def best_first(scores: Tensor) -> Tensor:
     """Places [B,M] of a pool's candidates by scores [B,M]: a tree of N nodes keeps the first N-1.
 
-    A child never scores above its parent, and stands behind it in the pool: in a *stable* descending sort no child
+    A child never scores above its parent, and follows it in the pool: in a *stable* descending sort no child
     precedes its parent, even among equal scores, so every selection is closed under parents.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices
@@ -195,7 +195,7 @@ def best_first(scores: Tensor) -> Tensor:
 def follow(pool: Pool, levels: Sequence[slice], following: Tensor, best_nodes: Tensor | None = None) -> Tensor:
     """Return where a text runs through a pool: the place at each depth of the child that is its token, [B,D], or -1.
 
-    levels: of the pool, one for each depth. following [B,>=D]: the text's tokens after each root. kept [B,M]: the
+    levels: of the pool, one for each depth. following [B,>=D]: the text's tokens after each root. best_nodes [B,M]: the
     candidates that count; None: all."""
     node = following.new_zeros(len(following))  # counted as `parents` counts: 0 is the root
     found = []

@@ -115,7 +115,7 @@ def _with_beyond(target, texts: Sequence[Text], steps: int, sampling: Sampling) 
     longest = max(len(text.prompt) + len(text.tokens) for text in texts) + steps
     if longest > target.config.context:
         raise ValueError(
-            f"a text and the {steps} tokens drafted behind it take {longest} places, the target's context has "
+            f"a text and the {steps} tokens drafted after it take {longest} places, the target's context has "
             f"{target.config.context}: decode fewer new tokens"
         )
     beyond = _continue(target, texts, steps, sampling, frozenset())
@@ -193,7 +193,7 @@ class _Drafting:
             self._draft_roots(state, following, children)
 
     def _draft_roots(self, state: DraftState, following: Tensor, children: Children) -> None:
-        """Draft at one root of every row. behind [B,D]: how its text goes on."""
+        """Draft at one root of every row. following [B,D]: the tokens of the text after it."""
         vocab = self.drafter.vocab
         self._along(state, following, children)
         if state.levels is not None:
@@ -237,7 +237,7 @@ def _states_along(
     drafter: Drafter, texts: Tensor, feats: Tensor | None, start: Tensor, count: Tensor
 ) -> Iterator[tuple[Tensor, DraftState]]:
     """The roots [B] and the drafter's state at them: `count` [B] roots of each of the texts [B,T], from `start` [B] on.
-    What is said of a text behind its last root is void."""
+    The state after a text's last root is void."""
     first = int(start.max())
     state = drafter.admit(0, texts[:, 0], None if feats is None else feats[:, :first], texts[:, 1 : first + 1], start)
     for n in range(int(count.max())):
@@ -248,7 +248,7 @@ def _states_along(
 
 
 def _levels_along(drafter: Drafter, first: DraftState, tokens: Tensor) -> Iterator[DraftState]:
-    """The drafter's states on the levels behind a root of each text, tokens [B,D] of the text itself fed back."""
+    """The drafter's states on the levels after a root of each text, tokens [B,D] of the text itself fed back."""
     state = drafter.root(first)
     for depth in range(1, tokens.shape[1] + 1):
         yield state

@@ -123,7 +123,7 @@ class Family:
     saved_as: str = ""  # the name of the layout that they are saved in
     sign: str = ""  # the tensors that show the family, for users
     servers: Mapping[str, str] = MappingProxyType({})  # server -> the name of the layout that it loads
-    optional: tuple[str, ...] = ()  # tensors that may be there beside those of `parameters`
+    optional: tuple[str, ...] = ()  # tensors that may be there in addition to those of `parameters`
     reads: int = 1  # hidden states, where the number is always the same; 0 if none can be chosen
     knows_tensors: bool = True  # False: `expected` cannot tell which tensors ought to be there
     method: str = ""  # vLLM's name of the method

@@ -1,4 +1,4 @@
-"""The Medusa layout (FasterDecoding/Medusa): head i has residual blocks `i.j.linear`, and behind them its matrix `i.k`.
+"""The Medusa layout (FasterDecoding/Medusa): head i has residual blocks `i.j.linear`, followed by its matrix `i.k`.
 
 If the matrices are absent, all heads use the target's (`original_lm_head`, as vLLM calls it).
 """

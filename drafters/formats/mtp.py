@@ -27,7 +27,7 @@ from specdec.model.checkpoint import whole
 from specdec.schema import check
 
 PREFIX = "model.mtp_layers"
-NAMES = {  # the parts of a head beside its decoder layer: ours -> MiMo's
+NAMES = {  # the parts of a head except its decoder layer: ours -> MiMo's
     "embed_norm": "token_layernorm",
     "hidden_norm": "hidden_layernorm",
     "project": "input_proj",

@@ -1,6 +1,6 @@
 """P-EAGLE: what its checkpoints mean, and the layouts of SpecForge, of vLLM's `speculators`, and ours.
 
-Names of the tensors are EAGLE-3's (`formats/eagle3.py`), with layers.1.* and so on for the layers behind the first,
+Names of the tensors are EAGLE-3's (`formats/eagle3.py`), with layers.1.* and so on for the layers after the first,
 `mask_hidden` [F], and an embedding of the head's own.
 
 Traps: SpecForge's config states neither the mask token nor how many tokens are drafted. Every mask row is alike, so any
@@ -92,7 +92,7 @@ class PEagleFamily(Eagle3Family):
     def describe(self, meaning: PEagleMeaning, tensors: Tensors) -> dict[str, str]:
         out = super().describe(meaning, tensors) | {
             "layers": f"{meaning.layers}, of which the first is EAGLE-3's",
-            "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} behind the last token",
+            "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} after the last token",
             "embedding": "its own" if meaning.embeds else "the target's",
         }
         del out["feedback"]

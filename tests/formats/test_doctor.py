@@ -199,7 +199,7 @@ def test_what_answers_do_not_tell_apart_is_said(target, answers, heads):
     noise = [o.name for o in report.rounds[-1] if o.verdict == "noise"]
     said = verdict.verdict(report)
     assert noise
-    assert "Not told apart from it" in said
+    assert "No significant difference from it" in said
     assert all(f"'{name}'" in said for name in noise)
 
 

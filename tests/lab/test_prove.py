@@ -105,7 +105,7 @@ def keeps(name: str):
     def broken(cache: RecurrentCache, n) -> None:
         window = cache.window
         commit(cache, n)
-        cache.kept[f"{name} 0"].copy_(window.last[f"{name} 0"])
+        cache.tensors[f"{name} 0"].copy_(window.last[f"{name} 0"])
 
     return broken
 

@@ -172,7 +172,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(target_path, prompts, t
     with small_files(room):
         refusal = refused(main, *command)
     assert refusal.startswith("error: cannot write ")
-    assert "File too large; what was written is kept" in refusal
+    assert "File too large; the lines written so far are complete" in refusal
     text = (tmp_path / "answers-00000-of-00003.jsonl.partial").read_bytes()
     assert len(text) == room
     assert whole["sampled"]["answers-00000-of-00003.jsonl"].startswith(text)

@@ -1,7 +1,7 @@
 """A cache of features on disk: what it keeps, what made it, and how it is read in place of running the target.
 
 A cache is a folder of `cache.json` and shards `features-00000-of-00012.safetensors`. A shard holds some conversations
-in a row, their tokens one behind the other.
+in a row, their tokens concatenated.
 
 - Of each token it keeps the id, whether it is to be learnt, and the target's hidden states at the drafter's taps.
 - Of each position whose next-token distribution may be learnt it keeps either the hidden state before the head, from
@@ -138,7 +138,7 @@ def describe(
 
 def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
     """Raise ValueError, naming both values, unless `made` has all that `now` has. Of the target only the signature is
-    compared, not the name behind it: folders move."""
+    compared, not the folder in its name: folders move."""
     for what, value in now.items():
         same = made.get(what) == value
         if what == "target" and isinstance(made.get(what), str):
@@ -219,7 +219,8 @@ class FeatureCache:
         return arguments(batch, feats.flatten(2).to(device), logits)
 
     def _read(self, number: int, row: int, start: int, feats: Tensor, columns_kept: dict[str, Tensor]) -> None:
-        """Put one sample's features into feats [B,T,count,H] and kept [B,T,...], at `row` from column `start` on."""
+        """Copy one sample's features into feats [B,T,count,H] and columns_kept [B,T,...], at `row` from column `start`
+        on."""
         which, token, position = self.places[number]
         mask, shard = self.samples[number].mask, self.shards[which]
         feats[row, start : start + len(mask)] = _states(shard, "feats", slice(token, token + len(mask)))

@@ -37,7 +37,7 @@ class StateFile:
     path: Path
     ids: np.ndarray  # [T] int32
     layers: tuple[int, ...]  # which states, as vLLM counts them
-    next_token: int | None  # that vLLM said behind the last, if it chose the likeliest and the file tells
+    next_token: int | None  # that vLLM generated after the last one, if it was greedy and the file has it
 
     def states(self, length: int) -> Tensor:
         """[length,layers,H], those of the first tokens, in the dtype of the file."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `checkpoints/step-00000200.pt`, each whole or not there, the last few kept.
+"""Checkpoints of a run: `checkpoints/step-00000200.pt`, each written atomically, of which the last few stay.
 
 A checkpoint is a zip with a checksum for every tensor. One that was cut off or altered is recognised by these, and the
 one before it is used. A run goes on from a state by `restore`.

@@ -15,7 +15,7 @@ from specdec.training.loop.trainer import Trainer
 from specdec.training.loop.weights import is_shard
 from specdec.training.objectives.losses import LEAST_ROWS, PIECE
 
-SHARES = (2, 4, 8)  # processes of which an estimate is told
+SHARES = (2, 4, 8)  # numbers of processes that an estimate covers
 
 
 def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:

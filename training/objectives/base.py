@@ -27,7 +27,7 @@ def one_of(**choices: tuple[str, Sequence[str]]) -> None:
 
 
 def documents_of(drafter: Drafter, tokens: Tensor) -> Tensor:
-    """[B,T], the number of the document that each token is of; a text is one document unless the drafter was told."""
+    """Return the document number of each token, [B,T]. Without `drafter.documents` a text is one document."""
     return torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
 
 
@@ -77,7 +77,7 @@ class Objective:
 
     @property
     def lookahead(self) -> int:
-        """How many tokens behind a position the loss at it may read."""
+        """Number of tokens after a position that the loss at it may read."""
         return self.steps + 1
 
     @property

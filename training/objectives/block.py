@@ -23,7 +23,7 @@ DENOMINATORS = ("weights", "slots", "texts")
 
 
 class BlockObjective(Objective):
-    """Terms at each slot of blocks behind sampled anchors: sum w_j term_j / denominator.
+    """Terms at each slot of blocks after sampled anchors: sum w_j term_j / denominator.
 
     - anchors: at most so many of each text. where, counts: which anchors, which slots (`training.objectives.anchors`).
     - weights: 'exp', w_j = exp(-j / gamma); 'uniform', w_j = 1; 'd_pace', by what the drafter knows already (`pace`).
@@ -124,8 +124,8 @@ class BlockObjective(Objective):
         return loss, metrics
 
     def _heads(self, drafter, blocks: Blocks, slots: Tensor, reads: Tensor, judge: "_Slots", texts: int) -> Iterator:
-        """What the confidence head and the selector lose beside the terms, each with the name of its metric and its
-        loss by slot. slots [n,W,H], behind [n,W,R]: what is read of the blocks that count."""
+        """The losses of the confidence head and the selector, in addition to the terms, each with its metric's name
+        and the loss by slot. slots [n,W,H], reads [n,W,R]: of the blocks that count."""
         counted = judge.weights.sum(0).clamp(min=1e-6)
         if blocks.confidence is not None:
             sure = blocks.confidence[judge.slots.chosen].float()
@@ -204,7 +204,7 @@ class _Slots(TermsJudge):
         self.confident = drafter.confidence is not None
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
-        # Blocks overlap, and slots behind the text count nothing.
+        # Blocks overlap, and slots after the end of the text count nothing.
         return self.read_once(*(x[rows].flatten() for x in self.slots.here))
 
     def judge(self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor) -> Value:

@@ -10,7 +10,7 @@ r"""Writes the hidden states of a target that runs in vLLM, one file for each re
 
 It needs nothing of this project, so the file may also be copied to where vLLM runs. It is vLLM's own
 `ExampleHiddenStatesConnector` with another way to write. That one copies into pinned memory through CUDA streams, which
-a CPU does not have, leaves locks behind, and does not say what is in a file. Here tensor-parallel rank 0 copies as
+a CPU does not have, leaves lock files, and does not say what is in a file. Here tensor-parallel rank 0 copies as
 torch does on any device, and a file is whole or not there. States keep the dtype in which vLLM computes them. Tried
 with vLLM 0.32.0 on a CPU, in fp32 and bf16, and with two tensor-parallel processes; not on a GPU.
 
@@ -33,14 +33,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_c
 class Save(example.PendingSave):
     """A finished request, on its way from the scheduler to the workers."""
 
-    next_token: int | None = None  # what the target says behind the last token, if it was asked for the likeliest
+    next_token: int | None = None  # the target's next token, if the request was greedy
 
 
 class HiddenStateFiles(example.ExampleHiddenStatesConnector):
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         self.use_lock = False
-        self.sent: set[str] = set()  # requests whose states are copied, and whose end vLLM has not told yet
+        self.sent: set[str] = set()  # requests whose states are copied, and whose end vLLM has not reported yet
 
     # In the scheduler
 

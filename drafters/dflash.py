@@ -160,14 +160,14 @@ class BlockDrafter(CachedDrafter):
         if self.conditional is None:
             return first.slot(0, 1)
         self.base = first.logits  # of all slots in one product: the head's weights are most of what drafting reads
-        return self._told(first, 0, first.hidden)
+        return self._conditioned(first, 0, first.hidden)
 
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         if self.conditional is None:
             return first.slot(level, tokens.shape[1])
-        return self._told(first, level, self.conditional.read(tokens, hidden))
+        return self._conditioned(first, level, self.conditional.read(tokens, hidden))
 
-    def _told(self, first: DraftState, level: int, carried: Tensor) -> DraftState:
+    def _conditioned(self, first: DraftState, level: int, carried: Tensor) -> DraftState:
         """Return the state of slot `level` of a block after paths whose tokens gave `carried` [B,W,C]."""
         readout = first.readout[:, level : level + 1]
         logits, carried = self.conditional(self.base[:, level : level + 1], readout, carried, level)

@@ -13,15 +13,15 @@ PRECISIONS = ("highest", "high", "medium")
 
 def processor() -> str:
     """The processor's name as Linux tells it; elsewhere what Python knows."""
-    return _told("model name") or platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def features() -> str:
     """What a processor that bears this name can do here: the same code runs where this is the same."""
-    return _told("flags") or _told("Features") or processor()
+    return _cpuinfo("flags") or _told("Features") or processor()
 
 
-def _told(name: str) -> str:
+def _cpuinfo(name: str) -> str:
     """What Linux says of the first processor; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")

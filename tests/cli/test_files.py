@@ -1,4 +1,4 @@
-"""Files and folders are there whole or not at all, and one module alone writes aside and renames."""
+"""Files and folders are there whole or not at all, and one module alone writes a partial file and renames it."""
 
 import ast
 import errno
@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path, monkey
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), TypeError("a bug")])
-def test_what_is_not_the_disks_fault_is_told_as_it_is_and_leaves_nothing(tmp_path, error):
+def test_what_is_not_the_disks_fault_is_reported_as_it_is_and_leaves_nothing(tmp_path, error):
     def fill(staging: Path) -> None:
         staging.write_text("half")
         raise error

@@ -93,7 +93,7 @@ def test_products_may_be_less_exact(run, matmul_precision):
     assert last_json(out)["identical"] is True
     assert last_json(out)["matmul_precision"] == "medium"
     assert "products: medium precision" in run(*flags[:-1])[1]
-    assert machine(torch.device("cpu"))["matmul_precision"] == "medium"  # what rounds cost is kept for each
+    assert machine(torch.device("cpu"))["matmul_precision"] == "medium"  # costs are cached for each precision
     assert "invalid choice: 'bf16' (choose from 'highest', 'high'" in run(*flags, "--matmul-precision", "bf16")[2]
 
 

@@ -41,7 +41,7 @@ def test_a_note_of_other_code_tells_nothing(note, monkeypatch, tmp_path):
     assert revision.revision() is None
 
 
-def test_changes_are_told(monkeypatch):
+def test_changes_are_reported(monkeypatch):
     answers = {"rev-parse": "abc123", "status": ""}
     monkeypatch.setattr(revision, "_git", lambda *words: answers[words[0]])
     assert revision.revision() == "abc123"

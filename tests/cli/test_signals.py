@@ -1,4 +1,4 @@
-"""Signals: what was decoded by then is told and written, and the exit code is that of the signal. Standard streams
+"""Signals: decoded tokens are printed and written, and the exit code is that of the signal. Standard streams
 that are closed, full, or read by nobody."""
 
 import json
@@ -18,7 +18,7 @@ from specdec.engine.trace_files import read_trace
 
 
 def in_round(monkeypatch, which: int, act) -> None:
-    """Act when the screen is told of so many rounds."""
+    """Act when the screen gets its round number `which`."""
     real_call = session.Screen.__call__
     count = 0
 

@@ -70,8 +70,8 @@ def test_rounds_match(case):
 @pytest.mark.parametrize("prefix", ["full", "sliding_causal", "sliding_noncausal"])
 @torch.inference_mode()
 def test_dflash2_rounds_match(prefix):
-    """Convolutions and windows in the logits of every slot, the selector's scores along the drafted tokens, and no
-    token beside its candidates. The last block of the authors is a row shorter."""
+    """Convolutions and windows in the logits of every slot, the selector's scores along the drafted tokens, and only
+    tokens among its candidates. The last block of the authors is a row shorter."""
     kinds = ["full_attention", "full_attention" if prefix == "full" else "sliding_attention"]
     windows = {"layer_types": kinds, "sliding_window": 5, "is_causal": prefix == "sliding_causal"}
     reference = load_file(GOLDEN / "dflash2_rounds.safetensors")

@@ -113,7 +113,7 @@ def test_on_the_host_it_is_what_operators_compute(monkeypatch, mode, cap, least,
 
 
 def test_levels_grow_with_the_match():
-    """Nothing behind one token, and `reach` levels for each further one; or whole trees behind any match."""
+    """Nothing after one token, and `reach` levels for each further one; or whole trees after any match."""
     texts = [[0, 1, 2, 3], [0, 1, 0], [0, 1, 2, 0, 1], [0, 1, 2, 3, 0, 1, 2], [4, 4]]
     for settings, expected in (
         ({}, [0, 0, 3, 6, 0]),

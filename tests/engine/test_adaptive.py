@@ -201,7 +201,7 @@ def settled(policy, rows: int) -> int:
     return policy.now
 
 
-def test_a_table_says_what_it_is_told():
+def test_a_table_says_its_setting():
     table = Table.parse("1=5,8=3,32=0", 5)
     assert [table.plan(rows) for rows in (1, 7, 8, 31, 32, 100)] == [5, 5, 3, 3, 0, 0]
     assert str(table) == "1=5,8=3,32=0"

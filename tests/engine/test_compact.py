@@ -25,7 +25,7 @@ def test_rows_that_have_ended_are_not_computed(drafter, late):
     assert [len(row.tokens) for row in rows] == limits
     assert computed[1:3] == [16, 16]
     assert set(computed[3:]) == {1}
-    assert 0 <= len(computed) - 1 - rows[5].trace.rounds <= late  # a round that was launched in vain
+    assert 0 <= len(computed) - 1 - rows[5].trace.rounds <= late  # a round that was started in vain
 
 
 @pytest.mark.parametrize("price", [0.0, batches.PRICE], ids=["at once", "by the rule"])

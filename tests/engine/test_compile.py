@@ -47,8 +47,8 @@ def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
 @pytest.mark.parametrize("how", [True, "aside"], ids=["here", "aside"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "pair"])
 def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
-    """The text is that of an eager round. The library is kept and loaded by the next engine; a damaged one is removed.
-    Nobody waits for another process that compiles: rounds are eager meanwhile."""
+    """The text is that of an eager round. The next engine loads the cached library; a damaged one is removed.
+    Rounds are eager while another process compiles."""
     monkeypatch.setattr(build, "kept_folder", lambda name: tmp_path)
     target = tiny_target(layers=1)
     models = [target, tiny_drafter(target)] if drafts else [target]
@@ -166,7 +166,7 @@ class Slow(Interpreted):
         return play
 
 
-def test_a_policy_is_told_when_rounds_take_another_time():
+def test_a_policy_is_reported_when_rounds_take_another_time():
     """The policy hears it once for each number of rows and levels. Reports say which rounds were recorded."""
     target, drafter, tree = parts("eagle3", "chain")
     policy, reported, captured = Depths(3), [], 0

@@ -53,7 +53,7 @@ def test_the_largest_and_its_place(keepdim):
 
 
 def test_graphs_of_any_bound():
-    """Numbers may grow with the bound, also several times as fast. Recording leaves no trace in what is kept."""
+    """Numbers may grow with the bound, also several times as fast. Recording does not change the preserved tensors."""
     x, saved = torch.arange(100), torch.tensor([1, 2])
 
     def function(bound: int) -> torch.Tensor:

@@ -165,7 +165,7 @@ def test_what_observers_read(reads):
     assert {(round_[1] is not None, round_[2]) for round_ in results[0][1:]} == {(reads >= 1, reads >= 2)}
 
 
-def test_pools_of_graphs_are_told_apart():
+def test_pools_of_graphs_are_distinguished():
     """Torch's snapshot has the fields that are counted with, and the engine's pool is one of its own."""
     engine = Engine(*parts())
     engine.generate([[3, 5, 7]], max_new_tokens=10)

@@ -200,7 +200,7 @@ def test_a_library_that_gives_up_ends_its_text_only(pair, plain):
         ({"const": "x" * MOST}, f"may have {MOST}"),
     ],
 )
-def test_a_wrong_schema_is_told_in_one_sentence(grammars, schema, ids_and_finish):
+def test_a_wrong_schema_gives_one_sentence(grammars, schema, ids_and_finish):
     with pytest.raises(ValueError, match="JSON schema") as error:
         grammars.json(schema)
     assert ids_and_finish in str(error.value)

@@ -202,7 +202,7 @@ def test_the_command_can_do_without(monkeypatch):
 
 
 def test_a_recorded_run_is_traced(tmp_path, backend):
-    """The time of recording is kept apart from that of rounds."""
+    """The time of recording is not part of the rounds' time."""
     parts_, reported = parts(), []
     for graphs_ in (backend, None):
         recorder = Recorder()

@@ -118,7 +118,7 @@ class Script:
         # Two tokens are known, one of them not in the cache; an unread round may add three.
         (Sequence([0, 0], 8, tokens=[1]), [1, 3, 3, 3],
          ["launch 2", "launch 5", "read 1", "launch 6", "read 3", "launch 9", "read 3"], [1] * 8),
-        # The unread round brings the last token in any case: no other round is launched.
+        # The unread round brings the last token in any case: no other round is started.
         (Sequence([0, 0], 3, tokens=[1]), [1, 3], ["launch 2", "launch 5", "read 1", "read 3"], [1] * 3),
         # One round is void after a text that ends early.
         (Sequence([0], 9, tokens=[2], eos=frozenset({1})), [3, 3], ["launch 1", "launch 4", "read 3"], [2, 1]),

@@ -1,4 +1,4 @@
-"""The files behind a checkpoint: shards, pickles, the hub's cache, token maps, heads inside a target."""
+"""The files of a checkpoint: shards, pickles, the hub's cache, token maps, heads inside a target."""
 
 import argparse
 import json
@@ -54,7 +54,7 @@ def test_shards_and_pickles_hold_the_same(kind, folder, target):
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
     else:
         torch.save(original, folder / ("pytorch_model.bin" if kind == "bin" else "head.pt"))
-    torch.save([1, 2, 3], folder / "freq_3.pt")  # an FR-Spec map that lies beside the weights is no weight
+    torch.save([1, 2, 3], folder / "freq_3.pt")  # an FR-Spec map in the folder of the weights is no weight
     assert same_as(folder, target, original)
 
 

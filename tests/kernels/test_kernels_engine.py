@@ -107,7 +107,7 @@ def test_every_drafter_drafts_the_same(device, name, tree, windowed_target, trit
     target = windowed_target.to(device)
     drafter = fresh_drafter(name, target, num_hidden_layers=1, num_attention_heads=2).to(device)
     if isinstance(drafter, NGram):
-        drafter.reach = None  # behind any match; so short a text has no long ones
+        drafter.reach = None  # draft after any match; so short a text has no long ones
     engine = Engine(target, drafter, tree)
     results = []
     for backend in ("torch", "triton"):
@@ -137,7 +137,7 @@ class Sums(TorchDispatchMode):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_residuals_are_added_in_the_norms(device, family, triton_everywhere, monkeypatch):
-    """No sum of hidden states is an operator of its own: not behind attention, not behind an MLP, nor at a tap."""
+    """No sum of hidden states is an operator of its own: not after attention, not after an MLP, nor at a tap."""
     config = replace(tiny_target().config, **FAMILIES[family])
     target = Target(replace(config, layers=2, sliding=config.sliding and (True, False))).eval().to(device)
     tokens, cache = torch.tensor([[3, 5, 7]], device=device), target.new_cache(1, 16)

@@ -106,7 +106,7 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
         ({"drafter": "demo/eagle9"}, "nothing bundled is called demo/eagle9; there is demo/dflash, demo/dspark"),
     ],
 )
-def test_what_is_no_such_thing_is_told(target, drafter_path, how, message):
+def test_what_is_no_such_thing_is_reported(target, drafter_path, how, message):
     with pytest.raises(ValueError, match=message):
         specdec.generate(target, **{"prompts": "x", "drafter": drafter_path} | how)
 

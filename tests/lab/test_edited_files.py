@@ -110,7 +110,7 @@ def test_nodes_of_traces(trace, tmp_path):
         "other type": lambda t: t.update(tokens=t["tokens"].double()),
         "shorter": lambda t: t.update(logq=t["logq"][1:]),
         "two axes": lambda t: t.update(logp=t["logp"][:, None]),
-        "a parent behind its child": lambda t: t["parents"].fill_(7),
+        "a parent after its child": lambda t: t["parents"].fill_(7),
         "a negative parent": lambda t: t["parents"].fill_(-1),
         "a negative token": lambda t: t["tokens"].fill_(-5),
     }

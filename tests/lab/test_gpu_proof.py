@@ -225,7 +225,7 @@ def test_a_target_from_scratch(monkeypatch, tmp_path):
     assert 0 < report["tokens"] < report["tokens_in_data"]
 
 
-def test_parts_and_stages_are_chosen_by_name_and_those_that_cannot_run_are_told(monkeypatch, tmp_path):
+def test_parts_and_stages_are_chosen_by_name_and_those_that_cannot_run_are_reported(monkeypatch, tmp_path):
     by_part = gpu_stages.Proof("cpu", tmp_path, tmp_path, None, gpu_stages.TINY).parts()
     assert list(by_part) == ["tests", "shape", "train", "kernels", "transformers"]
     chosen = [stage.name for stage in gpu_proof.choose(by_part, "pair,shape,tests")]

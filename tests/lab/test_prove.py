@@ -77,7 +77,7 @@ def test_sampled_text_of_a_pair(pair):
     assert bad.pvalue < 1e-6
 
 
-# What rejected drafts leave behind
+# State of rejected drafts
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_broken_states_are_found(broken, hybrid, monkeypatch):
 
 
 def test_a_broken_cache_of_keys_is_found(monkeypatch):
-    """One rejected draft too many is kept."""
+    """One rejected draft too many is committed."""
     monkeypatch.setattr(KVCache, "commit", lambda cache, path, n, bound: cache.advance(n + 1, bound))
     assert prove_rollback(tiny_target(), OTHERS).states > 0
 

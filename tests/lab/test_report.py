@@ -29,7 +29,7 @@ from specdec.verify import make_verifier
 
 SVG = "{http://www.w3.org/2000/svg}"
 
-# A tree of four nodes behind the root: 1 and 2 are its children, 3 and 4 those of 1.
+# A root with four nodes: 1 and 2 are its children, 3 and 4 those of 1.
 PARENTS, OWN = [0, 0, 0, 1, 1], [1.0, 0.62, 0.33, 0.55, 0.24]
 
 

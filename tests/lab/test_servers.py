@@ -1,4 +1,4 @@
-"""Servers behind OpenAI's interface: asked, compared, and caught where they are wrong."""
+"""Servers with OpenAI's interface: asked, compared, and caught where they are wrong."""
 
 import json
 import threading
@@ -101,7 +101,7 @@ def test_the_command_ends_with_1_for_a_wrong_server(target_path, drafter_path, c
     assert "NOT LOSSLESS" in capsys.readouterr().out
 
 
-def test_requests_are_tried_again_and_refusals_are_told(target):
+def test_requests_are_tried_again_and_refusals_are_reported(target):
     with small_server(Engine(target), fail=lambda number: {0: 503, 1: 0, 2: 429}.get(number)) as server:
         answer = Remote(server.url).complete([3], 4, Sampling(0.5, top_p=0.9), seed=7)
         assert len(server.asked) == 4

@@ -50,6 +50,6 @@ def test_a_word_of_accelerate_is_taken(target_path):
         ({"tp_plan": "manual"}, "tp_plan must be auto, or not given, got 'manual'"),
     ],
 )
-def test_mistakes_are_told(target_path, how, message):
+def test_mistakes_are_reported(target_path, how, message):
     with pytest.raises(ValueError, match=message):
         load_target(target_path, **how)

@@ -1,4 +1,4 @@
-"""Clients in the tests' own process: a target with a tokenizer behind the application, and what it says alone."""
+"""Clients in the tests' own process, for the application with a target and a tokenizer, and the target's own texts."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""OpenAI's interface: what clients get is what the target says alone, whole or in chunks, and every mistake is told."""
+"""OpenAI's interface: clients get the target's own text, whole or in chunks, and an error for every mistake."""
 
 import asyncio
 import json
@@ -120,7 +120,7 @@ async def test_log_probabilities(server):
 
 
 @served()
-async def test_the_likeliest_tokens_are_told(server):
+async def test_the_likeliest_tokens_are_reported(server):
     """Best first. At temperature 0 the emitted token is the first; of a completion a drawn token comes last, unless it
     is among them."""
     asked = {"messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3}
@@ -292,7 +292,7 @@ WRONG = [
 
 
 @served(limits=Limits(body_bytes=4000), queue=1)
-async def test_what_is_wrong_is_told_in_openais_form(server):
+async def test_what_is_wrong_gives_openais_form(server):
     refused = server.refused
     for path, body, param, message in WRONG:
         await refused(400, message, param, path=path, content=json.dumps(body).encode())
@@ -323,7 +323,7 @@ async def test_a_key_guards_what_decodes(server):
 
 
 @served()
-async def test_what_is_told_of_the_model(server):
+async def test_what_is_reported_of_the_model(server):
     (model,) = (await server.client.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 100)
     seen = await server.post("/tokenize", prompt="Ein Café")

@@ -100,7 +100,7 @@ def test_figures_by_the_book():
     assert found["interactivity"] == pytest.approx(8 / 0.4)
 
 
-def test_wrong_settings_are_told(tmp_path):
+def test_wrong_settings_are_reported(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("hello\n")
     for words, message in (

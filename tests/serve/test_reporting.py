@@ -20,7 +20,7 @@ from specdec.tuning.engines import kinds_of, make_policy
 
 
 @served(reporting={"acceptance": "detailed"})
-async def test_acceptance_is_told_as_vllm_does(server):
+async def test_acceptance_is_reported_as_vllm_does(server):
     """What a response tells of its steps adds up to its usage and to /metrics."""
     body = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     whole = await server.post(CHAT, **body)
@@ -197,12 +197,12 @@ async def test_prompts_are_counted_once_for_all_their_texts(server):
     longest = len(server.target.tokenizer(prompts[0])["input_ids"])
     for cached in (0, longest - 1):
         usage = (await server.post(TEXT, prompt=prompts, n=2, max_tokens=3, temperature=0))["usage"]
-        assert longest > 33 > usage["prompt_tokens"] - longest  # of tokens; the second prompt is too short to be kept
+        assert longest > 33 > usage["prompt_tokens"] - longest  # tokens: the second prompt is too short to be cached
         assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
 @served()
-async def test_nothing_is_kept_or_told_unless_it_is_asked_for(server):
+async def test_nothing_is_cached_or_reported_unless_it_is_asked_for(server):
     for _ in range(2):
         whole = await server.post(CHAT, messages=chat(2), max_tokens=3, temperature=0)
         assert "prompt_tokens_details" not in whole["usage"]

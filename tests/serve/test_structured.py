@@ -74,7 +74,7 @@ WRONG = [
 
 
 @served()
-async def test_a_wrong_form_is_told(server):
+async def test_a_wrong_form_is_reported(server):
     for asked, field, message in WRONG:
         await server.refused(400, message, field, path=CHAT, json=ASKED | asked)
 
@@ -92,7 +92,7 @@ async def test_a_grammar_that_gives_up_ends_its_request_only(server, monkeypatch
 
 
 def test_a_server_without_the_library_says_so(target_path, drafter_path, monkeypatch):
-    """A target of its own: what grammars need is kept for each."""
+    """A target of its own, as grammars are cached for each target."""
     target = load_target(target_path)
     monkeypatch.setattr("specdec.sampling.json_grammar.find_spec", lambda name: None)
 

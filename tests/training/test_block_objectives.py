@@ -101,7 +101,7 @@ def test_pieces_and_recomputing_change_nothing(monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark-rnn"])
 def test_objectives_that_unroll_teach_blocks_too(kind):
-    """Each slot's loss is that of EAGLE-3's objective, whose mask says behind which tokens it learns."""
+    """Each slot's loss is that of EAGLE-3's objective, whose mask says after which tokens it learns."""
     target = tiny_target()
     drafter = tiny_block(target, **BLOCKS[kind])
     data, mask = packed_batch(target, drafter), torch.ones(2, 12)
@@ -169,7 +169,7 @@ def test_rows_by_their_anchor(earliest):
 @pytest.mark.parametrize("pieces", [1 << 22, 1])
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_loss_by_hand(monkeypatch, kind, pieces):
-    """Two terms, the teacher's weights and those of tokens, in packed rows: the loss from the unroll behind every row,
+    """Two terms, the teacher's weights and those of tokens, in packed rows: the loss from the unroll after every row,
     row by row, and every gradient, with and without recomputing."""
     monkeypatch.setattr(losses, "PIECE", pieces)
     monkeypatch.setattr(losses, "LEAST_ROWS", 1)

@@ -231,7 +231,7 @@ def test_peagle(name):
     drafter.documents = golden["train.document_ids"]
     tokens, shifted = golden["train.input_ids"], golden["train.shifted.document_ids"][0]
     anchors = golden[f"{rows}.anchor_pos"]
-    anchors = torch.where(shifted[anchors] < 0, -2, anchors + shifted[anchors] + 1)  # the token beside the row
+    anchors = torch.where(shifted[anchors] < 0, -2, anchors + shifted[anchors] + 1)  # the row's token
     objective = AtTheirRows(terms, known_only=known)
     objective.theirs = rows_at(tokens.shape, anchors, golden[f"{rows}.depth"], 4)
     last = F.rms_norm(golden["train.target_last_hidden"], (64,), golden["train.norm.weight"], 1e-6)

@@ -30,8 +30,8 @@ from specdec.tuning.estimators import DraftProbability
 from specdec.tuning.survival import Survival
 from specdec.verify import BlockVerification, MultiRoundRejection
 
-Q = filtered_probs(DRAFTER, WARM).amax(-1)  # of each token's next one: what is told before it is drawn
-FIRST, SECOND = Q[0].item(), Q[0].item() * Q.median().item()  # survivals of the levels behind a middling token
+Q = filtered_probs(DRAFTER, WARM).amax(-1)  # of each token's next one: the estimate before it is drawn
+FIRST, SECOND = Q[0].item(), Q[0].item() * Q.median().item()  # survivals of the levels after a median token
 
 
 KINDS = [PLAIN, *(Kind(levels, levels + 1, levels - 1) for levels in (1, 2, 3))]
@@ -42,9 +42,9 @@ def costs(*seconds: float) -> Costs:
     return Costs(Point(kind, 1, 1.0, 0.0, verify) for kind, verify in zip(KINDS, seconds, strict=True))
 
 
-# A first level always pays, and a second one behind a token that is told well.
+# A first level always pays, and a second one after a token with a high probability.
 BY_LEVEL = costs(1.0, 1.0, (1 + FIRST + SECOND) / (1 + FIRST), 1.5)
-# A first level alone does not pay, but it does with a second one behind a token that is told well.
+# A first level alone does not pay, but it does with a second one after a token with a high probability.
 TOGETHER = costs(1.0, 1.01 * (1 + FIRST), 1 + FIRST + SECOND, 3.0)
 
 
@@ -68,7 +68,7 @@ def by_the_target(draft, tree, p):
 
 
 def by_what_follows(draft, tree, p):
-    """The width with the most tokens a second of all widths, also those behind tokens that are left out then."""
+    """The width with the most tokens per second of all widths, also those after tokens that are left out then."""
     return replace(draft, drawn=False)
 
 

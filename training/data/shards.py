@@ -123,8 +123,8 @@ class Shards:
 
     def _cannot_write(self, error: OSError) -> ValueError:
         return ValueError(
-            f"cannot write {error.filename or self._partial()}: {error.strerror}; the lines written so far are complete, "
-            "and the same command continues after them"
+            f"cannot write {error.filename or self._partial()}: {error.strerror}; the lines written so far are "
+            "complete, and the same command continues after them"
         )
 
 

@@ -52,7 +52,7 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """Say which drafter is fastest, whether it pays, which others are not significantly slower, and whether texts
-        are the target's. Intervals are of 95 %, over prompts; a ratio whose interval holds 1 is not called a difference."""
+        are the target's. Intervals are of 95 %, over prompts; a ratio whose interval holds 1 is no difference."""
         best = max(self.scores, key=lambda s: s.ratio_to_plain)
         large = any(s.num_draft_tokens > SMALL for s in self.scores)
         remedy = f"{SMALLER + ' ' if large else ''}`specdec tune` finds what is fastest here."

@@ -18,7 +18,7 @@ def processor() -> str:
 
 def features() -> str:
     """What a processor that bears this name can do here: the same code runs where this is the same."""
-    return _cpuinfo("flags") or _told("Features") or processor()
+    return _cpuinfo("flags") or _cpuinfo("Features") or processor()
 
 
 def _cpuinfo(name: str) -> str:

@@ -148,7 +148,7 @@ def test_flags_of_other_commands_are_no_settings():
             check_words(words)
 
 
-def test_a_setting_without_a_value_is_reported_how_it_is_written(tmp_path):
+def test_a_setting_without_a_value_shows_how_it_is_written(tmp_path):
     code, err = call(("train", "data.path", "conv.jsonl"), tmp_path)
     assert code == 2
     assert err.startswith("error: Error parsing override 'data.path': settings are written NAME=VALUE; quote a value")

@@ -53,7 +53,7 @@ def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monk
         adaptive_engine("table:1=16", Workload(2), target, drafter, tree)
 
 
-def test_a_policy_is_reported_numbers_of_nodes_without_any_probability():
+def test_a_policy_gets_numbers_of_nodes_without_any_probability():
     """A selector proposes fewer tokens than the tree has children; the other children have probability 0."""
     target, reported = tiny_target(), []
     drafter = tiny_block(target, conditional="selector", head={"candidates": 2})

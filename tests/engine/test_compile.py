@@ -166,7 +166,7 @@ class Slow(Interpreted):
         return play
 
 
-def test_a_policy_is_reported_when_rounds_take_another_time():
+def test_a_policy_learns_when_rounds_take_another_time():
     """The policy hears it once for each number of rows and levels. Reports say which rounds were recorded."""
     target, drafter, tree = parts("eagle3", "chain")
     policy, reported, captured = Depths(3), [], 0

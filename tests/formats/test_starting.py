@@ -44,7 +44,7 @@ def test_bundled_drafters(name, tmp_path):
 
 
 @pytest.mark.parametrize(("title", "method"), [("P-EAGLE", "eagle3"), ("PARD", "draft_model")])
-def test_vllm_is_reported_of_mask_rows(title, method, tmp_path):
+def test_vllm_gets_the_mask_rows(title, method, tmp_path):
     (family,) = (family for family in FAMILIES if family.title == title)
     config = json.loads(
         shlex.split(start_command("vllm", SimpleNamespace(family=family, meaning=None), tmp_path, "T"))[4]

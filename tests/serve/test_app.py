@@ -292,7 +292,7 @@ WRONG = [
 
 
 @served(limits=Limits(body_bytes=4000), queue=1)
-async def test_what_is_wrong_gives_openais_form(server):
+async def test_errors_have_openais_form(server):
     refused = server.refused
     for path, body, param, message in WRONG:
         await refused(400, message, param, path=path, content=json.dumps(body).encode())

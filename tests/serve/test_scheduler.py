@@ -152,7 +152,7 @@ def test_a_request_of_many_choices_does_not_hold_up_others(rows):
     assert sum(turns[-rows - 2 :]) < rows + 2
 
 
-def test_a_policy_is_reported_how_long_rounds_take_but_not_prefills_and_not_waiting():
+def test_a_policy_gets_the_time_of_rounds_but_not_prefills_and_not_waiting():
     policy, seconds, rounds, busy = Fixed(2), [], 0, 0.0
     policy.took = seconds.append
     engine = tiny_engine(adaptive=policy)

@@ -1,8 +1,8 @@
 """Where commands write: folders for results, and files and folders that are there whole or not at all.
 
-Nothing else in the project writes aside and renames. New content is forced to the disk before it gets its name, so that
-after a kill or a power cut either the old content or the new is there. A kill may leave NAME.partial or NAME.replaced
-beside it; the next write of the same name cleans up.
+No other module writes a partial file and renames it. New content is forced to the disk before it gets its name, so that
+after a kill or a power cut either the old content or the new is there. A kill may leave NAME.partial or NAME.replaced,
+which the next write of the same name removes.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ class CachedJson:
         return user_cache_path("specdec") / self.folder / f"{_digest(self.identity)[:16]}.json"
 
     def read(self, of: Callable[[dict], Made]) -> Made | None:
-        """What `of` makes of the entries. None where nothing is kept, and where the file is damaged or was edited."""
+        """Return what `of` makes of the entries. None if there is no file, or if it is damaged or was edited."""
         try:
             content = json.loads(self.file.read_text(encoding="utf-8"))
             return of(content) if content.pop("sha256") == _digest(content) else None
@@ -64,7 +64,7 @@ class CachedJson:
             return None
 
     def write(self, entries: Mapping) -> None:
-        """Keep these entries, and the identity beside them."""
+        """Write these entries, and the identity with them."""
         output_folder(self.file.parent)
         content = json.loads(json.dumps({**entries, "identity": self.identity}, default=str))
         write_text(self.file, json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n")
@@ -104,7 +104,7 @@ def check_makeable(folder: Path) -> None:
 
 
 def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write a file beside `path`, and put it in place when it is whole.
+    """Let `fill` write a partial file next to `path`, and rename it to `path` when it is whole.
 
     Raises ValueError if the disk does not take it; what was there before stays, and nothing else is left.
     """
@@ -165,7 +165,7 @@ def check_replaceable(folder: Path, files: Collection[str], kind: str) -> None:
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], object], files: Collection[str], kind: str) -> None:
-    """Let `fill` write `files` into a folder beside `folder`, and put that in place when it is whole.
+    """Let `fill` write `files` into a folder next to `folder`, and rename that when it is whole.
 
     Raises ValueError if the disk does not take it, or if the folder holds anything but `files`, which would be lost;
     what was there before stays, and nothing else is left.

@@ -26,7 +26,7 @@ CHAT_BYTES = 256 << 20  # bytes for the turns of a chat, which each turn sends a
 
 
 class EndOnSignal(Observer):
-    """Ends the decoding of an engine, after the round that it is told of, if a signal has asked for it."""
+    """Ends the decoding of an engine after the current round, if a signal has asked for it."""
 
     reads = Reads.TOKENS
 
@@ -114,8 +114,8 @@ class Session:
             write_trace(self.recorder.trace, self.args.trace)
 
     def observer(self, screen: Screen | None, engine: Engine) -> Observer:
-        """What is told of every round: who ends it when a signal asks for that; the screen and the recorder, for what
-        is shown, if there are any."""
+        """Return the observer of every round. It ends decoding after a signal, and feeds the screen and the recorder,
+        if there are any."""
         ends = EndOnSignal(self.signals, engine)
         shown = [] if screen is None else [screen] if self.recorder is None else [screen, self.recorder]
         return Observers(ends, *shown)

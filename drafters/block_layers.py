@@ -16,8 +16,8 @@ from specdec.ops.rope_write import rotate
 class BlockForward:
     """Where the drafters of the family differ.
 
-    rows: slots of the block, the anchor's among them. mask_token: id of the tokens behind the anchor. label: slot k
-    tells the token at its own position, 'p+k' (DFlash: the anchor's slot drafts nothing), or the next one, 'p+k+1'
+    rows: slots of the block, including the anchor's. mask_token: id of the tokens after the anchor. label: slot k
+    predicts the token at its own position, 'p+k' (DFlash: the anchor's slot drafts nothing), or the next one, 'p+k+1'
     (DSpark, and what DeepSpec calls DFlash: every slot drafts). causal: a slot sees no later one (JetSpec).
 
     sliding: which layers have a window of `window` positions, the own one counted. window_from: the window ends at the

@@ -40,8 +40,8 @@ class ConditionalHead(nn.Module):
 
     @abstractmethod
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """hidden [B,1,H], what a slot's base logits are made of, behind W paths: carried [B,W,C] -> what `head` reads
-        [B,W,R], and what is carried further [B,W,C]. slot: which of those that draft. In training hidden is [B,W,H]."""
+        """Return what `head` reads [B,W,R] and the next `carried` [B,W,C], for slot `slot` after W paths with carried
+        [B,W,C]. hidden [B,1,H] is the slot's hidden state; in training it is [B,W,H]. slot counts those that draft."""
 
     def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """base [B,1,U], the logits of a slot -> the logits of its W paths [B,W,U], and what is carried further. The
@@ -57,7 +57,7 @@ class ConditionalHead(nn.Module):
 class Markov(ConditionalHead):
     """DSpark's bigram bias, low-rank: head(embed[token before]) is added to the logits (arXiv 2607.05147)."""
 
-    state = 0  # width of what is carried beside the embedding of the last token
+    state = 0  # width of what is carried in addition to the embedding of the last token
 
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int):
         super().__init__()

@@ -1,6 +1,6 @@
 """Drafters that guess a block of tokens in one forward: DFlash (arXiv 2602.06036) and its family, as switches.
 
-The block is the anchor, which is the last emitted token at position p, and mask tokens behind it. Slot k has RoPE
+The block is the anchor, which is the last emitted token at position p, followed by mask tokens. Slot k has RoPE
 position p + k. Every layer attends over the block and over the context: the committed positions before p. Keys and
 values of a context position are the layer's own projections of the target's fused hidden states there, never of a
 token. No layer changes them, so they are written once, at prefill or when a token is accepted. Those of the block are
@@ -29,8 +29,8 @@ from specdec.model.target import check_taps
 
 
 class BlockDrafter(CachedDrafter):
-    """The backbone. Embeddings and head are the target's. Behind the head there may be a conditional one, which changes
-    the logits of a slot by the tokens drafted before it."""
+    """The backbone. Embeddings and head are the target's. A conditional head may follow, which changes the logits of a
+    slot by the tokens drafted before it."""
 
     recompute = False
 
@@ -117,7 +117,7 @@ class BlockDrafter(CachedDrafter):
         return self._draft(cache, tokens.gather(1, last[:, None]))
 
     def _draft(self, cache: KVCache, anchor: Tensor) -> DraftState:
-        """The block behind anchors [B,1], over the context in the cache."""
+        """Draft the block after anchors [B,1], over the context in the cache."""
         b, rows = len(anchor), self.switches.rows
         hidden = F.embedding(torch.cat([anchor, self.masks.expand(b, -1)], 1), self.embedding)
         rope = self.rope(cache.lens[:, None] + cache.places[:rows])
@@ -160,15 +160,15 @@ class BlockDrafter(CachedDrafter):
         if self.conditional is None:
             return first.slot(0, 1)
         self.base = first.logits  # of all slots in one product: the head's weights are most of what drafting reads
-        return self._told(first, 0, first.hidden)
+        return self._conditioned(first, 0, first.hidden)
 
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         if self.conditional is None:
             return first.slot(level, tokens.shape[1])
-        return self._told(first, level, self.conditional.read(tokens, hidden))
+        return self._conditioned(first, level, self.conditional.read(tokens, hidden))
 
-    def _told(self, first: DraftState, level: int, carried: Tensor) -> DraftState:
-        """The state of slot `level` of a block behind paths, of which `carried` [B,W,C] tells the tokens."""
+    def _conditioned(self, first: DraftState, level: int, carried: Tensor) -> DraftState:
+        """Return the state of slot `level` of a block after paths whose tokens gave `carried` [B,W,C]."""
         readout = first.readout[:, level : level + 1]
         logits, carried = self.conditional(self.base[:, level : level + 1], readout, carried, level)
         return DraftState(carried, logits)
@@ -182,13 +182,13 @@ class BlockDrafter(CachedDrafter):
     # Training
 
     def blocks(self, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Blocks:
-        """The blocks behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later. visible: see
+        """The blocks after rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later. visible: see
         `blocks_behind`."""
         unfreeze(self)
         return blocks_behind(self, feats, tokens, anchors, visible)
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
-        """The block behind every row, and the text's own tokens for those drafted before a slot."""
+        """The block after every row, with the text's own tokens for those drafted before a slot."""
         if steps > self.block:
             raise ValueError(f"steps is {steps}, but a block drafts {self.block} tokens only")
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -250,8 +250,8 @@ def create(
         raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {mask}")
     sliding = tuple(index < sliding_layers for index in range(layers)) if sliding_layers else ()
     switches = BlockForward(block_size, mask, sliding=sliding, **forward)
-    behind = head_of(conditional, vocab, embedding, rank, head or {})
+    conditional_head = head_of(conditional, vocab, embedding, rank, head or {})
     sure = Confidence(shape.hidden, rank if conditional else 0) if confidence else None
-    drafter = BlockDrafter(shape, layers, taps, vocab, embedding, target.head.weight, switches, behind, sure)
+    drafter = BlockDrafter(shape, layers, taps, vocab, embedding, target.head.weight, switches, conditional_head, sure)
     start(drafter, target, init)
     return drafter

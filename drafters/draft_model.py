@@ -20,7 +20,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
 class DraftModel(Drafter):
-    """Any model that can be a target, run over a cache of its own: committed tokens and, behind them, the tree.
+    """Any model that can be a target, run over a cache of its own: committed tokens, then the tree.
 
     A model with sliding windows takes the levels of a tree before a node as close as the node; windows are longer than
     trees are deep.
@@ -67,8 +67,8 @@ class DraftModel(Drafter):
         return self._state(logits)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        depth, behind = torch.full_like(tokens, level - 1), (level - 1) * tokens.shape[1]
-        logits, _ = self.model(self._known(tokens), self.cache, depth=depth, ancestors=ancestors, offset=behind)
+        depth, start = torch.full_like(tokens, level - 1), (level - 1) * tokens.shape[1]
+        logits, _ = self.model(self._known(tokens), self.cache, depth=depth, ancestors=ancestors, offset=start)
         return self._state(logits)
 
     def _state(self, logits: Tensor) -> DraftState:

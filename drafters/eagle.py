@@ -44,8 +44,8 @@ class Eagle(RecurrentDrafter):
         return x + self.mlp(normed)
 
     def start_from(self, target) -> None:
-        """`fc` passes the feature through, so the first guess is near the target's last prediction; and, turned at
-        random, the embedding at half the feature's size: a small one would take long to be heard beside it."""
+        """Initialise `fc`. It passes the feature through, so the first guess is near the target's last prediction. The
+        embedding is added through a random rotation at half the feature's size: a small one would learn slowly."""
         h, embedding = self.shape.hidden, self.embedding.float()
         loudness = 0.5 * target.final_scale() / embedding.square().mean().sqrt()
         self.fc.weight[:, :h] = nn.init.orthogonal_(torch.empty(h, h)) * loudness

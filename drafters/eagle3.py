@@ -100,10 +100,10 @@ class Eagle3(RecurrentDrafter):
         return hidden if normed else self.norm(hidden)
 
     def start_from(self, target) -> None:
-        """The head's rows are the target's, and, if the last hidden state is tapped, `fc` passes it through to a head
-        that sees it at its usual scale. With `tap_scale` it passes the deepest tap, behind the target's final norm
-        where that is not the last state. The attention looks at its own position: only there does it find the token
-        just drafted, which no other part of this layer sees."""
+        """Initialise head and `fc`. The head's rows are the target's, and, if the last hidden state is tapped, `fc`
+        passes it through to a head that sees it at its usual scale. With `tap_scale` it passes the deepest tap, after
+        the target's final norm where that is not the last state. The attention looks at its own position: only there is
+        the token just drafted, which no other part of this layer sees."""
         ids, h, deepest = self.vocab.ids, self.shape.hidden, max(self.taps)
         self.head.weight.copy_(target.head.weight if ids is None else target.head.weight[ids])
         last = deepest == target.config.layers

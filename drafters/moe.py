@@ -68,8 +68,8 @@ class MoE(nn.Module):
             grouped = (scores + self.router_bias.float()).unflatten(-1, (how.groups, -1))
             if how.kept_groups < how.groups:
                 best = grouped.topk(2, dim=-1).values.sum(-1).topk(how.kept_groups, dim=-1).indices
-                kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
-                grouped = grouped.masked_fill(~kept[..., None], -torch.inf)
+                selected = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
+                grouped = grouped.masked_fill(~selected[..., None], -torch.inf)
             chosen = grouped.flatten(-2).topk(how.chosen, dim=-1).indices
             weights = scores.gather(-1, chosen)
         if how.normalise:

@@ -87,9 +87,9 @@ class NGram(Drafter):
     mode 'suffix': a candidate weighs as all its matches together: frequencies after every suffix of the text, longer
     suffixes counting more (after SuffixDecoding, arXiv 2411.04975).
 
-    Without a match it proposes nothing, and behind one of n tokens `reach` (n - 1) levels: longer matches are right
+    Without a match it proposes nothing, and after one of n tokens `reach` (n - 1) levels: longer matches are right
     more often, and for longer (SuffixDecoding's draft grows with the match too). reach None: as many levels as the tree
-    has behind any match, as transformers does.
+    has after any match, as transformers does.
     """
 
     capturable = False  # what it remembers of a position grows with the text
@@ -135,10 +135,10 @@ class NGram(Drafter):
         self.lens = self.lens + n
         return self._root(self.history, self.lens, max_len)
 
-    def compact(self, kept: Survivors) -> None:
-        for row, place in kept.moves:
+    def compact(self, survivors: Survivors) -> None:
+        for row, place in survivors.moves:
             self.memory[place] = self.memory[row]
-        self.history, self.lens = self.memory[: kept.count], self.lens[kept.index]
+        self.history, self.lens = self.memory[: survivors.count], self.lens[survivors.index]
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> Matches:
         """hidden [B,W,S] are the parents' match lengths: the path needs no looking up."""
@@ -177,7 +177,7 @@ class NGram(Drafter):
         return Matches(self, text, lens, lengths, levels)
 
     def _levels(self, longest: Tensor | np.ndarray) -> Tensor | np.ndarray:
-        """What is proposed behind matches of which the longest are so long [B]."""
+        """Number of levels proposed after matches whose longest has `longest` [B] tokens."""
         longest = longest * (longest >= self.min_ngram)
         return longest.clip(0, 1) * ALL if self.reach is None else (longest - 1).clip(0) * self.reach
 

@@ -51,7 +51,7 @@ class Voting:
         return ids
 
     def chain(self, text: Array, lengths: Array, steps: int) -> tuple[list[int], list[float]]:
-        """The winner, and the winner behind it, `steps` times: draft ids, and log-probabilities of the path so far.
+        """The winner, and the winner after it, `steps` times: draft ids, and log-probabilities of the path so far.
 
         text [n] has the match lengths [n-1] at the places that a token follows."""
         ids, logq, total = [], [], 0.0

@@ -1,8 +1,8 @@
-"""Drafters that guess a block by mask tokens behind the text, in one causal forward: P-EAGLE and PARD.
+"""Drafters that guess a block by mask tokens after the text, in one causal forward: P-EAGLE and PARD.
 
-The rows of the committed positions are as those of a recurrent drafter: the target's feature of token t, and token t+1
-beside it. Behind the last of them stand block - 1 mask rows, at the positions that follow. The last committed row and
-the mask rows each draft a token, slot k the one at k + 1 positions behind the last token. Keys and values of the mask
+The rows of the committed positions are as those of a recurrent drafter: the target's feature of token t, and token
+t+1. After the last of them come block - 1 mask rows, at the positions that follow. The last committed row and the mask
+rows each draft a token, slot k the one at k + 1 positions after the last token. Keys and values of the mask
 rows are overwritten by the next forward. No row sees a later one, so a block may as well be shorter.
 """
 
@@ -34,7 +34,7 @@ class ParallelDrafter(CachedDrafter):
     """A subclass says what its layers take of a row (`real`, `masked`), and what they make of it (`run`)."""
 
     recompute = False
-    earliest = 1  # a block is learnt behind tokens from this place of a document on: the first with a feature before it
+    earliest = 1  # a block is learnt after tokens from this place of a document on: the first with a feature before it
 
     def set_block(self, block: int) -> None:
         """Let it draft so many tokens. Raises ValueError for fewer than two, which need no mask row."""
@@ -48,7 +48,7 @@ class ParallelDrafter(CachedDrafter):
 
     @abstractmethod
     def masked(self, feats: Tensor | None, anchors: Tensor) -> Tensor:
-        """What they take of the mask rows behind rows anchors [B,A] of feats [B,n,F] -> [B,A,E]."""
+        """What they take of the mask rows after rows anchors [B,A] of feats [B,n,F] -> [B,A,E]."""
 
     @abstractmethod
     def run(self, rows: Tensor, positions: Tensor, view: CacheView | NoCache) -> Tensor:
@@ -63,8 +63,8 @@ class ParallelDrafter(CachedDrafter):
     def absorb(
         self, cache: KVCache, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
-        """The first n [B] of P positions, and at once behind them the mask rows: one causal forward of P + block - 1
-        rows. Those that are neither stand behind and are seen by none of them."""
+        """The first n [B] of P positions, followed by the mask rows: one causal forward of P + block - 1 rows. Padding
+        rows come last, and no other row sees them."""
         b, count = tokens.shape
         more, last = self.block - 1, (n - 1).clamp(min=0)  # n is 0 for rows that are finished
         places = cache.places[: count + more]
@@ -82,14 +82,14 @@ class ParallelDrafter(CachedDrafter):
     def blocks(
         self, feats: Tensor, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None = None
     ) -> MaskedBlocks:
-        """The blocks behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later.
+        """The blocks after rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later.
 
         lengths: how many slots of each of the A columns are wanted, None for all; best in descending order, as pieces
         of columns are computed as far as the longest needs. The other slots are 0, or what they are."""
         return MaskedBlocks(chains_behind(self, feats, tokens, anchors, lengths), self.head)
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
-        """The block behind every row."""
+        """The block after every row."""
         if steps > self.block:
             raise ValueError(f"steps is {steps}, but a block drafts {self.block} tokens only")
         every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

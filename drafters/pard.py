@@ -1,4 +1,4 @@
-"""PARD: a small language model that guesses a block by mask tokens behind the text (arXiv 2504.18583).
+"""PARD: a small language model that guesses a block by mask tokens after the text (arXiv 2504.18583).
 
 PARD-2 adds the target's features to its embeddings (arXiv 2605.08632).
 
@@ -31,7 +31,7 @@ from specdec.model.weight_files import read_json
 
 @dataclass(frozen=True)
 class PardForward:
-    """mask_token: id of the tokens behind the text. scale: of what features add to embeddings (PARD-2)."""
+    """mask_token: id of the tokens after the text. scale: of what features add to embeddings (PARD-2)."""
 
     mask_token: int
     scale: float = 0.02

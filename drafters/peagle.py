@@ -1,4 +1,4 @@
-"""P-EAGLE: EAGLE-3's layer, ordinary ones behind it, and a block of mask rows in one forward (arXiv 2602.01469)."""
+"""P-EAGLE: EAGLE-3's layer, then ordinary ones, and a block of mask rows in one forward (arXiv 2602.01469)."""
 
 import torch
 from torch import Tensor, nn

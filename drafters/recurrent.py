@@ -149,7 +149,7 @@ class RecurrentDrafter(CachedDrafter):
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """Training-time test (EAGLE-3, arXiv 2503.01840, section 3): step j feeds step j-1's output back, one token on.
 
-        feats [B,T,F], tokens [B,T] one position later (token t+1 beside feature t). Row t of step j stands for the
+        feats [B,T,F], tokens [B,T] one position later (feature t comes with token t+1). Row t of step j stands for the
         decoder's level j after the prefix 0..t: position t+j, keys of step 0 at rows <= t and its own of steps 1..j.
         needed [B,T]: the rows that are wanted of the steps after the first, where all others are 0. No row looks at
         another one's later steps, so that changes nothing of the wanted ones.

@@ -27,7 +27,7 @@ class Rows:
 
 class UnrolledAttention:
     """Attention of the unrolled layer: over the keys of the first call that `seen` [B,T,T] shows, and over each later
-    call's own row. `seen` is causal, so keys behind a block of queries are not looked at. Later calls may come with
+    call's own row. `seen` is causal, so keys after a block of queries are not looked at. Later calls may come with
     `some` of the rows only."""
 
     BLOCK = 128  # queries

@@ -1,9 +1,9 @@
-"""The blocks behind many rows of a text at once: what training and the doctor ask of a drafter of blocks.
+"""The blocks after many rows of a text at once, for training and for the doctor.
 
-Row t of a text has the target's features of token t and, beside them, token t+1. The block of a `BlockDrafter` behind
+Row t of a text has the target's features of token t, and token t+1. The block of a `BlockDrafter` after
 row t has token t+1 as its anchor, sees the context of rows 0..t of its own document, and nothing of other blocks.
 
-The committed rows of a `ParallelDrafter` go through the layers once, causally. The chain of mask rows behind one of
+The committed rows of a `ParallelDrafter` go through the layers once, causally. The chain of mask rows after one of
 them sees the keys and values of the rows up to that one, of its own document, and the chain's own earlier rows.
 """
 
@@ -33,7 +33,7 @@ class BlockContext:
         self.keys, self.documents, self.positions = keys, documents, positions
 
     def seen(self, anchors: Tensor, how: BlockForward, sliding: bool) -> Tensor:
-        """[B,A,rows,T] bool: which rows the slots of the blocks behind rows anchors [B,A] see."""
+        """[B,A,rows,T] bool: which rows the slots of the blocks after rows anchors [B,A] see."""
         rows = torch.arange(self.documents.shape[1], device=anchors.device)
         same = self.documents.gather(1, anchors)[..., None] == self.documents[:, None]
         seen = (same & (rows <= anchors[..., None]))[:, :, None]
@@ -76,7 +76,7 @@ class Blocks:
 
 
 def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Blocks:
-    """The blocks of a `BlockDrafter` behind rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position
+    """The blocks of a `BlockDrafter` after rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position
     later. visible [B,A]: so many tokens of a block are the text's own, not mask tokens; None: the anchor."""
     slots, conditional = slots_behind(drafter, feats, tokens, anchors, visible), drafter.conditional
     readout, output = slots, drafter.head
@@ -104,7 +104,7 @@ def _along(head: ConditionalHead, slots: Tensor, tokens: Tensor, anchors: Tensor
 
 
 def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Tensor:
-    """The backbone's hidden states of the drafting slots of the blocks behind rows anchors of texts, [B,A,W,H]. The
+    """The backbone's hidden states of the drafting slots of the blocks after rows anchors of texts, [B,A,W,H]. The
     rest is as for `blocks_behind`."""
     documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
     positions = document_positions(documents)
@@ -131,31 +131,31 @@ def _block_piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor
     hidden, rope = F.embedding(ids.flatten(1), drafter.embedding), drafter.rope(places.flatten(1))
     seen = {sliding: context.seen(anchors, how, sliding) for sliding in set(drafter.sliding)}
     own = {sliding: how.seen(sliding).to(anchors.device) for sliding in seen}
-    for layer, kept, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):
-        hidden = layer(hidden, rope, BlockAttend(kept, seen[sliding], own[sliding]))
+    for layer, text_keys, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):
+        hidden = layer(hidden, rope, BlockAttend(text_keys, seen[sliding], own[sliding]))
     return drafter.norm(hidden).unflatten(1, (a, how.rows))[:, :, how.unused :]
 
 
 class TextView(NoCache):
-    """Causal attention over the rows of texts, whose keys and values are kept for the chains behind them."""
+    """Causal attention over the rows of texts, which stores their keys and values for the chains that follow."""
 
     def __init__(self, documents: Tensor):
         """documents [B,T]"""
         super().__init__(mask=document_mask(documents))
-        self.kept: list[tuple[Tensor, Tensor]] = []  # of each layer
+        self.text_keys: list[tuple[Tensor, Tensor]] = []  # of each layer
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.kept.append((k, v))
+        self.text_keys.append((k, v))
         return super().attend(layer, q, k, v)
 
 
 class ChainView:
-    """Attention of chains [B,A] of `length` mask rows each over the rows kept by a `TextView`, and over themselves."""
+    """Attention of chains [B,A] of `length` mask rows each over the rows of a `TextView`, and over themselves."""
 
-    def __init__(self, kept: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
+    def __init__(self, text_keys: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
         """seen [B,A,T]: which rows of its text each chain sees."""
         own = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-        self.attends = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in kept]
+        self.attends = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in text_keys]
 
     def layer(self, index: int) -> BlockAttend:
         return self.attends[index]
@@ -164,7 +164,7 @@ class ChainView:
 def chains_behind(
     drafter, feats: Tensor | None, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None
 ) -> Tensor:
-    """What the head reads of the slots of the blocks behind rows anchors [B,A], [B,A,W,H]: slot 0 is the row itself,
+    """What the head reads of the slots of the blocks after rows anchors [B,A], [B,A,W,H]: slot 0 is the row itself,
     the others its chain. See `ParallelDrafter.blocks`."""
     unfreeze(drafter)
     documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
@@ -175,7 +175,7 @@ def chains_behind(
     first = drafter.run(drafter.real(feats, tokens), positions, text)
     first = first.gather(1, anchors.clamp(min=0)[..., None].expand(-1, -1, first.shape[-1]))[:, :, None]
     masked = drafter.masked(feats, anchors)
-    piece = partial(_chain_piece, drafter, text.kept, documents, positions)
+    piece = partial(_chain_piece, drafter, text.text_keys, documents, positions)
     if drafter.recompute:
         piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     chains = []
@@ -190,7 +190,7 @@ def chains_behind(
 
 
 def _chain_piece(
-    drafter, kept: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
+    drafter, text_keys: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
 ) -> Tensor:
     """masked [B,A,E], anchors [B,A] -> [B,A,length,H]"""
     here, rows = anchors.clamp(min=0), torch.arange(documents.shape[1], device=anchors.device)
@@ -199,5 +199,5 @@ def _chain_piece(
     ends = torch.where(anchors < 0, -1, positions.gather(1, here))  # with nothing before it a chain begins the text
     places = ends[..., None] + 1 + torch.arange(length, device=anchors.device)
     rows = masked[:, :, None].expand(-1, -1, length, -1).flatten(1, 2)
-    out = drafter.run(rows, places.flatten(1), ChainView(kept, seen, length))
+    out = drafter.run(rows, places.flatten(1), ChainView(text_keys, seen, length))
     return out.unflatten(1, (-1, length))

@@ -130,7 +130,7 @@ def run(*command: object) -> None:
 
 
 def build_answers(args: argparse.Namespace, work: Path) -> None:
-    """Let the target answer questions of the training data, greedily and with sampling. Whole files are kept."""
+    """Let the target answer questions of the training data, greedily and with sampling. Finished files are reused."""
     output_folder(work / "answers")
     write_prompts(work / "questions.jsonl", prompts_of(split(args.conversations)[0], args.answers))
     words = ["--target", work / "target", "--prompts", work / "questions.jsonl", "--batch-size", 128]

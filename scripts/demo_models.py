@@ -71,8 +71,8 @@ def narrowed(tensors: dict[str, Tensor], width: int) -> dict[str, Tensor]:
     """Keep the MLP's `width` neurons of the largest weights."""
     gate, up, down = (next(n for n in tensors if kind in n) for kind in ("gate_proj", "up_proj", "down_proj"))
     sizes = tensors[gate].float().norm(dim=1) * tensors[up].float().norm(dim=1) * tensors[down].float().norm(dim=0)
-    kept = sizes.topk(width).indices.sort().values
-    return tensors | {gate: tensors[gate][kept], up: tensors[up][kept], down: tensors[down][:, kept]}
+    widest = sizes.topk(width).indices.sort().values
+    return tensors | {gate: tensors[gate][widest], up: tensors[up][widest], down: tensors[down][:, widest]}
 
 
 def grow_drafter(folder: Path, config: LlamaConfig, out: Path, width: int | None = None) -> None:
@@ -93,9 +93,9 @@ def grow_drafter(folder: Path, config: LlamaConfig, out: Path, width: int | None
         tensors[name] = grown(name, tensor.float(), torch.Size(shape), old).contiguous()
     own |= {"hidden_size": new, "dtype": "float32"} | {k: getattr(config, k) for k in HEADS.values() if k in own}
 
-    def fill(aside: Path) -> None:
-        save_file(tensors, aside / "model.safetensors")
-        (aside / "config.json").write_text(json.dumps(own, indent=1))
+    def fill(staging: Path) -> None:
+        save_file(tensors, staging / "model.safetensors")
+        (staging / "config.json").write_text(json.dumps(own, indent=1))
 
     replace_folder(out, fill, ("model.safetensors", "config.json"), "a drafter made here")
 

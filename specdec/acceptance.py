@@ -1,8 +1,8 @@
-"""How often a drafter is right, as measured: `acceptance.json` beside its weights.
+"""The measured acceptance of a drafter: `acceptance.json`, stored with its weights.
 
-From every token of some answers of the target, the drafter drafted along the answer. What is kept of each place is the
-rank at which each following token stood among the likeliest children, up to the first token that was not among them.
-Ranks are digits of base 36, so "00a" says: rank 0, rank 0, rank 10, then none; "-" says none at once.
+The drafter drafts along answers of the target, from every token. For each place the file stores the rank of each
+following token among the drafter's best children, up to the first token that was not among them. Ranks are digits of
+base 36, so "00a" means rank 0, rank 0, rank 10, then none; "-" means that the first token was not among the children.
 
 From that follow the acceptance by depth and rank, and the tau of every static tree, round by round as decoding goes.
 """

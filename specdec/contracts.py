@@ -123,11 +123,11 @@ class Drafter(nn.Module):
     confident: bool = False  # has a confidence head: `confidences`
     abstains: bool = False  # proposes nothing where it knows nothing, and says so in `DraftState.levels`
     learns: bool = False  # has an `unroll`
-    chains_only: bool = False  # a node's children cannot be told apart by what it keeps: trees of topk 1
+    chains_only: bool = False  # its states do not distinguish siblings, so it needs trees of topk 1
     # Of training: keep what enters a layer only, and compute it again for gradients. None: there is no such way.
     recompute: bool | None = None
-    # Where a tree knows the noise that the target draws by, log q counts this much beside it (`specdec.children`): 1 if
-    # log q is as near the target's log p in its tails as at its peak, less where q is the sharper of the two.
+    # Weight of log q where a tree knows the noise that the target draws by (`specdec.children`): 1 if log q is as close
+    # to the target's log p in its tails as at its peak, less where q is sharper.
     trust: float = 0.8
     # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together, none may see another.
     documents: Tensor | None = None  # None: one text each
@@ -174,10 +174,10 @@ class Drafter(nn.Module):
         state (W = 1, or W = block) at the last absorbed position."""
         raise NotImplementedError
 
-    def compact(self, kept: Survivors) -> None:
-        """Go on with these rows only, in all that is kept of rows, and forget the others."""
+    def compact(self, survivors: Survivors) -> None:
+        """Keep the state of these rows only."""
         if self.cache is not None:
-            self.cache.compact(kept)
+            self.cache.compact(survivors)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,any], and which of the
@@ -196,7 +196,7 @@ class Drafter(nn.Module):
         return first.slot(level, tokens.shape[1])
 
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
-        """What chains call: the best token, and the best behind it, `steps` times. Target ids, and the
+        """Draft a chain: the best token, and the best token after it, `steps` times. Returns target ids and the
         log-probabilities of the path so far, [B,steps] each."""
         state, tokens, gains = self.root(first), [], []
         every = first.hidden.new_ones(len(first.hidden), 1, steps, dtype=torch.bool)
@@ -209,8 +209,8 @@ class Drafter(nn.Module):
         return torch.cat(tokens, 1), torch.cat(gains, 1).cumsum(1)
 
     def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
-        """What a confidence head says of the chain tokens [B,n] behind the state `first`: logits [B,n] that each is
-        accepted where those before are."""
+        """Return logits [B,n] from the confidence head for chain tokens [B,n] after the state `first`: that each token
+        is accepted, given that those before it are."""
         raise ValueError(f"{type(self).__name__} has no confidence head")
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
@@ -230,8 +230,8 @@ class TreePolicy(Protocol):
     marginals: bool
 
     def shallower(self, steps: int) -> "TreePolicy":
-        """The tree without the levels behind the first `steps`, 1 to D. Itself, with all levels, if its first levels
-        depend on those behind them."""
+        """Return the tree of the first `steps` levels, 1 to D. A tree whose first levels depend on the later ones
+        returns itself, with all levels."""
 
     def smaller(self, steps: int) -> "TreePolicy":
         """The tree of this kind that goes `steps` levels deep, 1 to D. It may keep other nodes than this one."""

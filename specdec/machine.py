@@ -1,4 +1,4 @@
-"""What a time depends on beside the code."""
+"""The machine that a timing belongs to."""
 
 import os
 import platform
@@ -13,15 +13,15 @@ PRECISIONS = ("highest", "high", "medium")
 
 def processor() -> str:
     """The processor's name as Linux tells it; elsewhere what Python knows."""
-    return _told("model name") or platform.processor() or platform.machine()
+    return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
 def features() -> str:
     """What a processor that bears this name can do here: the same code runs where this is the same."""
-    return _told("flags") or _told("Features") or processor()
+    return _cpuinfo("flags") or _cpuinfo("Features") or processor()
 
 
-def _told(name: str) -> str:
+def _cpuinfo(name: str) -> str:
     """What Linux says of the first processor; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
@@ -48,7 +48,7 @@ def matmul_precision(device: torch.device) -> str:
 
 
 def machine(device: torch.device) -> dict:
-    """What a time depends on beside the code: processor, cores, torch's threads and precision, device."""
+    """Return what timings depend on besides the code: processor, cores, torch's threads and precision, device."""
     kind = {"cpu": processor(), "cores": os.cpu_count(), "threads": full_threads(), "device": str(device)}
     kind["matmul_precision"] = matmul_precision(device)
     return kind | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})

@@ -35,7 +35,7 @@ if world() > 1:
 
 
 def silence() -> None:
-    """Print nothing from now on, unless this process is number 0. Errors are told all the same (`cli.errors`)."""
+    """Print nothing from now on, unless this process is number 0. Errors are still printed (`cli.errors`)."""
     if rank():
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
 

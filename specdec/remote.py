@@ -25,8 +25,8 @@ LONGEST_PAUSE = 30.0
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer. tokens: None from a server that does not tell ids. top: by position, the log-probabilities of the
-    likeliest tokens by the server's own name for them; None if they were not asked for or are not told."""
+    """An answer. tokens: None from a server that does not return ids. top: by position, the log-probabilities of the
+    most likely tokens, named as the server names them; None if they were not requested or not returned."""
 
     text: str
     tokens: list[int] | None
@@ -170,14 +170,14 @@ def _message(error: urllib.error.HTTPError) -> str:
 def _read(answer: dict) -> Completion:
     try:
         choice = answer["choices"][0]
-        told = choice.get("logprobs") or {}
+        reported = choice.get("logprobs") or {}
         return Completion(
             text=choice["text"],
             tokens=choice.get("token_ids"),
             finish=choice.get("finish_reason") or "",
-            logprobs=told.get("token_logprobs"),
-            names=told.get("tokens"),
-            top=told.get("top_logprobs"),
+            logprobs=reported.get("token_logprobs"),
+            names=reported.get("tokens"),
+            top=reported.get("top_logprobs"),
         )
     except (KeyError, IndexError, TypeError, AttributeError):
         raise ValueError(f"the server's answer is no completion: {json.dumps(answer)[:200]}") from None

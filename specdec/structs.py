@@ -33,7 +33,7 @@ class DraftTree:
     # [B, N, V] what each node's children were drawn from, in order of index, without replacement. Children to which it
     # gives nothing were not drawn: they followed when it was used up.
     q: Tensor | None = None
-    topk: int | None = None  # no node has more children; beside q, so that a verifier knows it without reading a tensor
+    topk: int | None = None  # the most children of a node; here so that a verifier with q need not read a tensor for it
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Survivors:
     def __init__(self, ended: Sequence[bool], device: torch.device):
         """ended: of every row."""
         self.count = sum(not over for over in ended)  # B'
-        behind = (row for row in range(self.count, len(ended)) if not ended[row])
+        later = (row for row in range(self.count, len(ended)) if not ended[row])
         # Of each row that moves, where it is and where it goes. No place is among both.
-        self.moves = [(next(behind), place) for place in range(self.count) if ended[place]]
+        self.moves = [(next(later), place) for place in range(self.count) if ended[place]]
         self.rows = list(range(self.count))  # what each place holds from now on
         for source, place in self.moves:
             self.rows[place] = source
@@ -151,7 +151,7 @@ class SamplingBatch:
 
     @property
     def program(self) -> tuple[bool, ...]:
-        """What of it decides which operators run, and not only on which numbers: a CUDA graph is kept for each."""
+        """The part of it that decides which operators run. A CUDA graph is captured for each value."""
         return self.any_cut, self.any_min_p
 
 

@@ -113,11 +113,11 @@ class Tape:
     def forget(self):
         pass
 
-    def capture(self, run, kept, bound):
-        with restored(kept):
+    def capture(self, run, preserved, bound):
+        with restored(preserved):
             for _ in range(WARM_UPS):
                 run(bound)
-        with restored(kept), NoHostSync():  # a capture only records: what running did is undone
+        with restored(preserved), NoHostSync():  # a capture only records: what running did is undone
             noted = record(run, bound)
         self.captures += 1
         made, calls = noted.made, let_go([tuple(vars(call).values()) for call in noted.calls])

@@ -43,18 +43,18 @@ def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> li
     """`size` token ids, those of `always` among them, the most frequent first."""
     ranked = counts.sort(descending=True, stable=True).indices.tolist()
     room = size - len(always)
-    kept = set(itertools.islice((i for i in ranked if i not in always), room)) | always
-    return [i for i in ranked if i in kept]
+    chosen = set(itertools.islice((i for i in ranked if i not in always), room)) | always
+    return [i for i in ranked if i in chosen]
 
 
 def write(ids: list[int], path: Path) -> None:
     """Write a token map, as .pt or else as JSON."""
 
-    def fill(aside: Path) -> None:
+    def fill(staging: Path) -> None:
         if path.suffix == ".pt":
-            save_state(ids, aside)
+            save_state(ids, staging)
         else:
-            aside.write_text(json.dumps(ids) + "\n")
+            staging.write_text(json.dumps(ids) + "\n")
 
     write_whole(path, fill)
 

@@ -1,8 +1,8 @@
-"""What a run will take, told before it starts:  specdec estimate SETTINGS-OF-TRAIN
+"""Print what a run will take, before it starts:  specdec estimate SETTINGS-OF-TRAIN
 
-It tells disk, memory and time of training with these settings, and of a cache of the features. Counts are exact. Memory
-is told twice: from shapes, and as measured in a real step on the largest batch. Times are those of three real steps.
-Nothing is written.
+It prints disk, memory and time of training with these settings, and of a cache of the features. Counts are exact.
+Memory is printed twice: from shapes, and as measured in a real step on the largest batch. Times are those of three
+real steps. Nothing is written.
 """
 
 import itertools

@@ -74,7 +74,7 @@ def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def pack(tokenizer, conversations: list[list[dict]], length: int, limit: int) -> Tensor:
-    """Rendered conversations one behind the other, cut into rows: ids [rows, length], `limit` tokens at most."""
+    """Render conversations and cut their concatenation into rows: ids [rows, length], `limit` tokens at most."""
     ids: list[int] = []
     for start in range(0, len(conversations), 1000):
         rendered = [tokenizer.apply_chat_template(c, tokenize=False) for c in conversations[start : start + 1000]]
@@ -159,12 +159,12 @@ def _lr_scale(step: int, steps: int, spent: float) -> float:
 
 
 def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, **reports: dict) -> None:
-    """Write a checkpoint folder in bf16, whole or not at all, and each of `reports` beside it as NAME.json."""
+    """Write a checkpoint folder in bf16, whole or not at all, and each of `reports` in it as NAME.json."""
 
-    def fill(aside: Path) -> None:
-        model.to(torch.bfloat16).save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
+    def fill(staging: Path) -> None:
+        model.to(torch.bfloat16).save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
         for name, report in reports.items():
-            (aside / f"{name}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+            (staging / f"{name}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
 
     replace_folder(folder, fill, (*TARGET_FILES, *(f"{name}.json" for name in reports)), "a target made here")

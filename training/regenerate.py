@@ -3,7 +3,7 @@
     specdec regenerate --target T --prompts conversations.jsonl --out answers.jsonl
     specdec regenerate --server URL --target T --prompts conversations.jsonl --out answers.jsonl
 
-With --server the target answers behind OpenAI's interface, in vLLM, SGLang or `specdec serve`, however large it is and
+With --server a server with OpenAI's interface answers (vLLM, SGLang or `specdec serve`), however large it is and
 on however many GPUs. Of T only the tokenizer is read, and the server gets token ids.
 It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. Each answer has its `tokens`, which
 training learns, and its `finish_reason`: `stop`, or `length` where --max-new-tokens cut it off.
@@ -156,7 +156,7 @@ def regenerate_remotely(
     """The same by a server, so many `requests` at once. OUT.run.json names the server's model and version.
 
     Prompt number i is asked for with a seed that follows from (seed, i), so an answer does not depend on where a run
-    was interrupted, if the server's texts do not depend on what it answers beside. A server of another model or version
+    was interrupted, if the server's texts do not depend on its other requests. A server of another model or version
     does not go on with what was begun."""
     batches = plan(prompts, 1, seed)
     settings = {"server_model": server.model, "server_version": server.version, "max_new_tokens": max_new_tokens}
@@ -188,8 +188,8 @@ def _write(
     shard_size: int | None = None,
     only: int | None = None,
 ) -> list[Path]:
-    """Write the answers to the prompts of `batches`. answers: from the numbers of the first answer that is missing and
-    of the one behind the last, yields the rows between."""
+    """Write the answers to the prompts of `batches`. answers: called with the number of the first missing answer
+    and one past the last; yields the rows between."""
     count, settings = sum(map(len, batches)), settings | {"prompts_digest": digest(batches)}
     settings |= {"day": day} if day else {}
     tally = Tally()

@@ -228,7 +228,7 @@ def warn_of_servers(drafter, target: Target) -> None:
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     """A run that a signal stops is saved, and ends the process with 128 + its number, as shells have it."""
-    all_settings(config)  # mistakes are told before the target is loaded
+    all_settings(config)  # reports mistakes before the target is loaded
     out = Path(config.out)
     resume = goes_on(config.resume, out)
     check_folder(out, resume)

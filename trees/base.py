@@ -46,7 +46,7 @@ class Tree:
         return {word: getattr(self, word) for word in WORDS} if str(self) == shape_of(self) else {"tree": str(self)}
 
     def shallower(self, steps: int) -> "Tree":
-        return self  # which nodes of a level are kept depends on the levels after it
+        return self  # which nodes of a level are selected depends on the levels after it
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
         raise NotImplementedError

@@ -122,8 +122,8 @@ def most_nodes(topk: int, steps: int, enough: float = math.inf) -> int:
 
 
 def candidate_pairs(topk: int, steps: int, nodes: int) -> list[Tensor]:
-    """For each level pairs [C,2] of the place of a prefix among the best of the level above, and the rank of a token
-    behind it: those that can be in a tree of so many nodes below the root. Their own ancestors are in it too."""
+    """For each level pairs [C,2] of the place of a prefix among the best of the level above, and the rank of the next
+    token: those that can be in a tree of so many nodes below the root. Their own ancestors are in it too."""
     pairs, prefixes = [], 1
     for level in range(steps):
         room = nodes - level

@@ -21,7 +21,7 @@ from specdec.trees.bounds import check_nodes, check_shape, check_size
 
 WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
-NODES = 16  # unless told otherwise, or as many as there are
+NODES = 16  # the default, or all candidates if there are fewer
 
 
 class Pool(NamedTuple):
@@ -79,7 +79,7 @@ class DynamicTree(Tree):
         return self.select(root, self.expand(drafter, state, children))
 
     def expand(self, drafter: Drafter, state: DraftState, children: Children = LIKELIEST) -> Pool:
-        """Draft all candidates behind the state's position (W = 1)."""
+        """Draft all candidates after the state's position (W = 1)."""
         w, b = self.topk, len(state.hidden)
         self._move(state.hidden.device)
         first, state = state, drafter.root(state)
@@ -113,8 +113,8 @@ class DynamicTree(Tree):
         if (name := f"dynamic.{self.topk}") not in recording.tensors:
             known = ", ".join(other[8:] for other in recording.tensors if other.startswith("dynamic."))
             raise ValueError(f"topk {self.topk} was not recorded; recorded were {known or 'none'}")
-        kept = recording.tensors[name][:, self.steps - 1] < self.num_draft_tokens - 1
-        return Accepted(kept.sum(1) * drafts, torch.where(drafts, self.num_draft_tokens, 1), self.steps * drafts)
+        best_nodes = recording.tensors[name][:, self.steps - 1] < self.num_draft_tokens - 1
+        return Accepted(best_nodes.sum(1) * drafts, torch.where(drafts, self.num_draft_tokens, 1), self.steps * drafts)
 
     def ranks_along(self, pool: Pool, following: Tensor) -> Tensor:
         """Return the ranks by path score among all of the first 1, 2, ... levels of the nodes that a text runs through,
@@ -175,35 +175,35 @@ def best_tree(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """root [B] and the parts of a `Pool` [B,M], no deeper than `steps` -> tokens, parents and depth [B,N], ancestors
     [B,N,N] and scores [B,N] of the tree of the root and the N - 1 best candidates."""
-    kept = best_first(scores)[:, : nodes - 1].sort(dim=1).values  # breadth first again
-    places = F.pad(kept + 1, (1, 0))  # as parents name them, the root among them: ascending, so a node is a search
-    tree_parents = F.pad(torch.searchsorted(places, parents.gather(1, kept)), (1, 0))
+    best_nodes = best_first(scores)[:, : nodes - 1].sort(dim=1).values  # breadth first again
+    places = F.pad(best_nodes + 1, (1, 0))  # as parents name them, the root among them: ascending, for searchsorted
+    tree_parents = F.pad(torch.searchsorted(places, parents.gather(1, best_nodes)), (1, 0))
     ancestors = ancestors_of(tree_parents, steps)
-    tokens = torch.cat([root[:, None], tokens.gather(1, kept)], 1)
-    return tokens, tree_parents, ancestors.sum(-1) - 1, ancestors, F.pad(scores.gather(1, kept), (1, 0))
+    tokens = torch.cat([root[:, None], tokens.gather(1, best_nodes)], 1)
+    return tokens, tree_parents, ancestors.sum(-1) - 1, ancestors, F.pad(scores.gather(1, best_nodes), (1, 0))
 
 
 def best_first(scores: Tensor) -> Tensor:
     """Places [B,M] of a pool's candidates by scores [B,M]: a tree of N nodes keeps the first N-1.
 
-    A child never scores above its parent, and stands behind it in the pool: in a *stable* descending sort no child
+    A child never scores above its parent, and follows it in the pool: in a *stable* descending sort no child
     precedes its parent, even among equal scores, so every selection is closed under parents.
     """
     return scores.sort(dim=1, descending=True, stable=True).indices
 
 
-def follow(pool: Pool, levels: Sequence[slice], following: Tensor, kept: Tensor | None = None) -> Tensor:
+def follow(pool: Pool, levels: Sequence[slice], following: Tensor, best_nodes: Tensor | None = None) -> Tensor:
     """Return where a text runs through a pool: the place at each depth of the child that is its token, [B,D], or -1.
 
-    levels: of the pool, one for each depth. following [B,>=D]: the text's tokens after each root. kept [B,M]: the
+    levels: of the pool, one for each depth. following [B,>=D]: the text's tokens after each root. best_nodes [B,M]: the
     candidates that count; None: all."""
     node = following.new_zeros(len(following))  # counted as `parents` counts: 0 is the root
     found = []
     for depth, level in enumerate(levels):
         match = pool.parents[:, level] == node[:, None]
         match &= pool.tokens[:, level] == following[:, depth : depth + 1]
-        if kept is not None:
-            match &= kept[:, level]
+        if best_nodes is not None:
+            match &= best_nodes[:, level]
         found.append(torch.where(match.any(1), match.int().argmax(1) + level.start, -1))
         node = torch.where(found[-1] < 0, -1, found[-1] + 1)
     return torch.stack(found, 1)

@@ -8,7 +8,7 @@ from specdec.trees.block import most_nodes
 from specdec.trees.chain import Chain
 from specdec.trees.static import RankPath, StaticTree
 
-KEPT = (0.0, 1.0)  # the temperatures of a drafter's acceptance.json
+TEMPERATURES = (0.0, 1.0)  # the temperatures of a drafter's acceptance.json
 
 # accept[d-1][r]: probability that the child of rank r at depth d is the target's token
 Table = Sequence[Sequence[float]]

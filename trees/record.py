@@ -115,7 +115,7 @@ def _with_beyond(target, texts: Sequence[Text], steps: int, sampling: Sampling) 
     longest = max(len(text.prompt) + len(text.tokens) for text in texts) + steps
     if longest > target.config.context:
         raise ValueError(
-            f"a text and the {steps} tokens drafted behind it take {longest} places, the target's context has "
+            f"a text and the {steps} tokens drafted after it take {longest} places, the target's context has "
             f"{target.config.context}: decode fewer new tokens"
         )
     beyond = _continue(target, texts, steps, sampling, frozenset())
@@ -185,17 +185,17 @@ class _Drafting:
         states = _states_along(self.drafter, tokens, feats, torch.tensor(starts, device=self.device), count)
         for n, (root, state) in enumerate(states):
             root = root.clamp(max=longest - self.steps - 1)
-            behind = tokens.gather(1, root[:, None] + torch.arange(1, self.steps + 1, device=self.device))
+            following = tokens.gather(1, root[:, None] + torch.arange(1, self.steps + 1, device=self.device))
             children = LIKELIEST
             if self.coupled:
-                children = Coupled(noise.behind(root, self.steps), self.sampling, self.drafter.trust)
+                children = Coupled(noise.after(root, self.steps), self.sampling, self.drafter.trust)
             self.where = torch.tensor([(b, p.place + n) for b, p in enumerate(pieces) if n < p.count]).T
-            self._draft_roots(state, behind, children)
+            self._draft_roots(state, following, children)
 
-    def _draft_roots(self, state: DraftState, behind: Tensor, children: Children) -> None:
-        """Draft at one root of every row. behind [B,D]: how its text goes on."""
+    def _draft_roots(self, state: DraftState, following: Tensor, children: Children) -> None:
+        """Draft at one root of every row. following [B,D]: the tokens of the text after it."""
         vocab = self.drafter.vocab
-        self._along(state, behind, children)
+        self._along(state, following, children)
         if state.levels is not None:
             self._put("levels", state.levels)
         if self.slots:
@@ -205,12 +205,12 @@ class _Drafting:
         for topk in self.topks:
             tree = DynamicTree(topk, self.steps, 2)
             pool = tree.expand(self.drafter, state, children)
-            self._put(f"dynamic.{topk}", tree.ranks_along(pool, behind))
+            self._put(f"dynamic.{topk}", tree.ranks_along(pool, following))
 
-    def _along(self, state: DraftState, behind: Tensor, children: Children) -> None:
+    def _along(self, state: DraftState, following: Tensor, children: Children) -> None:
         """Ranks of the text's tokens among the children of a drafter that is fed the text itself."""
-        ids, ranks = self.drafter.vocab.from_target(behind), []
-        for depth, here in enumerate(_levels_along(self.drafter, state, behind)):
+        ids, ranks = self.drafter.vocab.from_target(following), []
+        for depth, here in enumerate(_levels_along(self.drafter, state, following)):
             logits, draft_id = here.logits.float().log_softmax(-1), ids[:, depth : depth + 1]
             scores = logits if children is LIKELIEST else children.scores(logits, self.drafter.vocab, depth)
             scores = scores[:, 0]
@@ -237,7 +237,7 @@ def _states_along(
     drafter: Drafter, texts: Tensor, feats: Tensor | None, start: Tensor, count: Tensor
 ) -> Iterator[tuple[Tensor, DraftState]]:
     """The roots [B] and the drafter's state at them: `count` [B] roots of each of the texts [B,T], from `start` [B] on.
-    What is said of a text behind its last root is void."""
+    The state after a text's last root is void."""
     first = int(start.max())
     state = drafter.admit(0, texts[:, 0], None if feats is None else feats[:, :first], texts[:, 1 : first + 1], start)
     for n in range(int(count.max())):
@@ -248,7 +248,7 @@ def _states_along(
 
 
 def _levels_along(drafter: Drafter, first: DraftState, tokens: Tensor) -> Iterator[DraftState]:
-    """The drafter's states on the levels behind a root of each text, tokens [B,D] of the text itself fed back."""
+    """The drafter's states on the levels after a root of each text, tokens [B,D] of the text itself fed back."""
     state = drafter.root(first)
     for depth in range(1, tokens.shape[1] + 1):
         yield state

@@ -160,7 +160,7 @@ def load_tree(file: str | os.PathLike) -> StaticTree:
     kind = content.pop("_target_", StaticTree.__name__)
     if not isinstance(kind, str) or kind.rpartition(".")[2] != StaticTree.__name__ or content:
         what = next(iter(content), f"_target_: {kind}")
-        raise ValueError(f"{file} holds no static tree: beside `paths` it says {what}")
+        raise ValueError(f"{file} holds no static tree: in addition to `paths` it has {what}")
     try:
         return StaticTree(paths)
     except ValueError as error:

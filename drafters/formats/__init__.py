@@ -145,14 +145,14 @@ def _open(folder: Path, path: str, headers: bool) -> Checkpoint:
     tensors = {name: tensor for name, tensor in held.items() if layout.wants(config, name)}
     read = {name for name in tensors if not headers or name.endswith(MAPS)}
     tensors |= dict(read_tensors(folder, only=read)) | _apart(folder, layout)
-    meaning, kept = layout.read(config, tensors, str(path))
-    counted = {id(tensor) for name, tensor in kept.items() if name != EMBEDDING or meaning.own_embedding}
+    meaning, loaded = layout.read(config, tensors, str(path))
+    counted = {id(tensor) for name, tensor in loaded.items() if name != EMBEDDING or meaning.own_embedding}
     names = {name for name, tensor in tensors.items() if id(tensor) in counted}
     there = names if not headers else names - set(held)
     looked_at = chain(read_tensors(folder, only=names - there), ((name, tensors[name]) for name in sorted(there)))
     nonfinite = tuple(filter(None, starmap(finite.nonfinite, looked_at)))
-    doubts = (*layout.doubts(config), *map_doubts(kept))
-    return Checkpoint(str(path), family, layout, meaning, kept, doubts, nonfinite)
+    doubts = (*layout.doubts(config), *map_doubts(loaded))
+    return Checkpoint(str(path), family, layout, meaning, loaded, doubts, nonfinite)
 
 
 def _apart(folder: Path, layout: Layout) -> Tensors:

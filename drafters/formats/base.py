@@ -86,7 +86,7 @@ class Layout:
     doubts: Callable[[dict], list[str]] = lambda config: []
     wants: Callable[[dict, str], bool] = lambda config, name: True  # which tensors belong to the drafter
     apart: tuple[str, str] | None = None  # a pickle of its own, and how the names of its tensors begin
-    beside: Callable[[Tensors], dict[str, Any]] = lambda tensors: {}  # further pickles, as for `write_folder`
+    pickles: Callable[[Tensors], dict[str, Any]] = lambda tensors: {}  # further pickles, as for `write_folder`
 
 
 def write_only(name: str, title: str, write: Callable, **switches) -> Layout:
@@ -123,7 +123,7 @@ class Family:
     saved_as: str = ""  # the name of the layout that they are saved in
     sign: str = ""  # the tensors that show the family, for users
     servers: Mapping[str, str] = MappingProxyType({})  # server -> the name of the layout that it loads
-    aside: tuple[str, ...] = ()  # tensors that may be there beside those of `parameters`
+    optional: tuple[str, ...] = ()  # tensors that may be there in addition to those of `parameters`
     reads: int = 1  # hidden states, where the number is always the same; 0 if none can be chosen
     knows_tensors: bool = True  # False: `expected` cannot tell which tensors ought to be there
     method: str = ""  # vLLM's name of the method
@@ -168,7 +168,7 @@ class Family:
         embedding = self.embedding(meaning, tensors, target)
         with target.device, Unset():
             drafter = self.make(meaning, taps, vocab, embedding, target.head.weight)
-        fill(self.parameters(drafter), tensors, name, self.noun, self.aside)
+        fill(self.parameters(drafter), tensors, name, self.noun, self.optional)
         return drafter
 
     def built_for(self, meaning: Any, tensors: Tensors) -> int:
@@ -273,7 +273,7 @@ def check_target(hidden: int, vocab: int, target, name: str) -> None:
 def differences(family: Family, meaning, tensors: Tensors) -> list[str]:
     """The tensors that keep a checkpoint from loading: those that are missing, left over or of another shape."""
     wanted = family.expected(meaning, tensors)
-    extra = sorted(set(tensors) - set(wanted) - set(family.aside))
+    extra = sorted(set(tensors) - set(wanted) - set(family.optional))
     return (
         [f"{name} is missing" for name in sorted(set(wanted) - set(tensors))]
         + [f"{name} is left over" for name in extra]

@@ -40,8 +40,8 @@ class Outcome:
     interval: tuple[float, float] | None = None  # 95 %, of tau over answers; None for fewer than two
     gain: float | None = None  # of log-probability for each token, in nats, over the reading that the round began with
     margin: float | None = None  # the half width of its 95 % interval
-    # Beside the reading that the round began with: 'better', 'worse', 'likelier', which gives the answers' tokens more
-    # probability and drafts no further, or 'noise', which cannot be told from it. Empty if there is no comparison.
+    # Compared with the first reading of the round: 'better'; 'worse'; 'likelier', which gives the answers' tokens more
+    # probability and drafts no further; or 'noise', no significant difference. Empty if there is no comparison.
     verdict: str = ""
 
     @property
@@ -79,7 +79,7 @@ def check(
     raw: bool = False,
     allow_nonfinite: bool = False,
 ) -> Report:
-    """The declared reading beside the others that are plausible for its family.
+    """Compare the declared reading with the others that are plausible for its family.
 
     steps: the length of the drafted chain. raw: do not apply the chat template. Raises ValueError for a checkpoint that
     loads in no reading, or, unless allow_nonfinite, whose weights hold NaN or Inf."""

@@ -131,8 +131,8 @@ def _write(
         raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
     acceptance = read_acceptance(resolve(checkpoint.path))
     config, tensors = layout.write(meaning, tensors, facts)
-    beside = layout.beside(tensors)
-    write_folder(folder, config, round_rows(tensors) if int8 else tensors, acceptance, layout.apart, beside)
+    pickles = layout.pickles(tensors)
+    write_folder(folder, config, round_rows(tensors) if int8 else tensors, acceptance, layout.apart, pickles)
 
 
 def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts):

@@ -127,7 +127,7 @@ def layer_fields(meaning: BlockMeaning) -> dict:
 
 
 def head_fields(meaning: BlockMeaning) -> dict:
-    """The fields of the heads behind the backbone."""
+    """The fields of the heads after the backbone."""
     if meaning.conditional == "selector":
         return {"selector_rank": meaning.rank, "selector_top_k": meaning.head["candidates"]}
     if meaning.conditional == "domino":
@@ -149,7 +149,7 @@ class BlockFamily(Family):
     sign = "fc.* and hidden_norm.*"
     servers, method = MappingProxyType({"vllm": "vllm", "sglang": "sglang"}), "dflash"
     parameters = staticmethod(parameters)
-    aside = ("d2t", "t2d", "embed_tokens.weight")
+    optional = ("d2t", "t2d", "embed_tokens.weight")
 
     def make(self, meaning: BlockMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         conditional = head_of(meaning.conditional, vocab, embedding, meaning.rank, meaning.head)
@@ -210,8 +210,8 @@ class BlockFamily(Family):
         return describe_shape(meaning.shape) | {
             "layers": str(meaning.layers),
             "taps": f"hidden_states[{', '.join(map(str, meaning.taps))}]",
-            "block": f"{how.rows} rows, of mask token {how.mask_token} behind the last token",
-            "alignment": f"slot k tells token {how.label}, {first}",
+            "block": f"{how.rows} rows: the last token, then mask tokens {how.mask_token}",
+            "alignment": f"slot k predicts token {how.label}, {first}",
             "in the block": "a slot sees no later one" if how.causal else "all slots see each other",
             "windows": windows,
             "convolutions": f"over slots, {how.convolution} channels a group" if how.convolution else "none",

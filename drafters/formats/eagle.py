@@ -35,7 +35,7 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 
 EMBEDDING = "embed_tokens.weight"
-TOKEN_MAP = "token_map.pt"  # which SGLang is told of by a flag
+TOKEN_MAP = "token_map.pt"  # SGLang gets its path by a flag
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EagleFamily(Family):
     sign = "layers.0.* with fc"
     servers = MappingProxyType({"vllm": "vllm", "sglang": "sglang"})
     method, algorithm = "eagle", "EAGLE"
-    aside = (EMBEDDING, "draft_ids")
+    optional = (EMBEDDING, "draft_ids")
 
     def make(self, meaning: EagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         drafter = Eagle(meaning.shape, taps[0], vocab, embedding, head, meaning.fc_bias, meaning.qkv_bias)
@@ -113,7 +113,7 @@ class EagleFamily(Family):
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
-    """EAGLE-1/2's `fc` takes two hidden states. EAGLE-3's takes three, and a head stands beside it."""
+    """EAGLE-1/2's `fc` takes two hidden states. EAGLE-3's takes three, and EAGLE-3 has a head."""
     if not {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(tensors) or "lm_head.weight" in tensors:
         return False
     rows, width = tensors["fc.weight"].shape
@@ -202,6 +202,6 @@ SGLANG = write_only(
     "sglang",
     "EAGLE-1/2 as SGLang reads it",
     write_sglang,
-    beside=lambda tensors: {TOKEN_MAP: tensors["draft_ids"].tolist() if "draft_ids" in tensors else None},
+    pickles=lambda tensors: {TOKEN_MAP: tensors["draft_ids"].tolist() if "draft_ids" in tensors else None},
 )
 FAMILY = EagleFamily()

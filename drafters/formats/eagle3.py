@@ -93,7 +93,7 @@ class Eagle3Family(Family):
     servers = MappingProxyType({"vllm": "vllm", "sglang": "eagle3"})
     method, algorithm = "eagle3", "EAGLE3"
     parameters = staticmethod(parameters)
-    aside = ("d2t", "t2d", EMBEDDING)
+    optional = ("d2t", "t2d", EMBEDDING)
 
     def make(self, meaning: Eagle3Meaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, meaning.tap_width)

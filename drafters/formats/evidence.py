@@ -33,7 +33,7 @@ class Batch:
     Row t of the drafter has the feature of token t, reads token t+1 and drafts token t+2."""
 
     first: Tensor  # [B] token 0
-    following: Tensor  # [B,T] token t+1 beside feature t
+    following: Tensor  # [B,T] token t+1, for feature t
     states: tuple[Tensor, ...]  # the target's hidden states, each [B,T,H]
     rows: Tensor  # [n]
     columns: Tensor  # [n]

@@ -1,4 +1,4 @@
-"""The Medusa layout (FasterDecoding/Medusa): head i has residual blocks `i.j.linear`, and behind them its matrix `i.k`.
+"""The Medusa layout (FasterDecoding/Medusa): head i has residual blocks `i.j.linear`, followed by its matrix `i.k`.
 
 If the matrices are absent, all heads use the target's (`original_lm_head`, as vLLM calls it).
 """
@@ -39,7 +39,7 @@ class MedusaFamily(Family):
     saved_as = "medusa"
     sign = "0.0.linear"
     servers, method = MappingProxyType({"vllm": "vllm"}), "medusa"
-    aside = ("draft_ids",)
+    optional = ("draft_ids",)
 
     def make(self, meaning: MedusaMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         return Medusa(meaning.shape, taps[0], vocab, head)

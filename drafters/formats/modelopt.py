@@ -1,7 +1,7 @@
 """EAGLE-3 as NVIDIA's ModelOpt keeps it while training, and as it exports it.
 
 While it trains, everything is under `eagle_module.`, among other weights or alone. The norms of the two inputs are
-beside the layer (`input_embeds_norm`, `hidden_norm`) or inside it, as versions differ. The head is `eagle_lm_head`.
+next to the layer (`input_embeds_norm`, `hidden_norm`) or inside it, by version. The head is `eagle_lm_head`.
 Exported, the prefix is gone, the layer is layers.0.*, and there is no t2d. Older versions export the layout of EAGLE-3
 itself, which `eagle3_layout` reads.
 

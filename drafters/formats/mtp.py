@@ -27,7 +27,7 @@ from specdec.model.checkpoint import whole
 from specdec.schema import check
 
 PREFIX = "model.mtp_layers"
-NAMES = {  # the parts of a head beside its decoder layer: ours -> MiMo's
+NAMES = {  # the parts of a head except its decoder layer: ours -> MiMo's
     "embed_norm": "token_layernorm",
     "hidden_norm": "hidden_layernorm",
     "project": "input_proj",
@@ -60,7 +60,7 @@ class MtpFamily(Family):
     drafter = Mtp
     saved_as = "mimo"
     sign = f"{PREFIX}.*"
-    aside = ("draft_ids",)
+    optional = ("draft_ids",)
 
     def make(self, meaning: MtpMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         return Mtp(meaning.shape, taps[0], vocab, embedding, head, heads=meaning.heads, forward=meaning.forward)

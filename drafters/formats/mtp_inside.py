@@ -33,7 +33,7 @@ from specdec.model.checkpoint import check_shapes
 MIMO, QWEN = "model.mtp_layers.", "mtp."
 EMBEDDING = "model.embed_tokens.weight"
 KINDS = {"mimo": "as MiMo", "deepseek": "as DeepSeek-V3 and GLM-4.5", "qwen": "as Qwen3-Next"}
-# the parts of a head beside its decoder layer: ours -> theirs, within the head's prefix
+# the parts of a head except its decoder layer: ours -> theirs, within the head's prefix
 PARTS = {
     "mimo": NAMES,
     "deepseek": {"embed_norm": "enorm", "hidden_norm": "hnorm", "project": "eh_proj", "norm": "shared_head.norm"},
@@ -168,7 +168,7 @@ class InsideFamily(Family):
         parameters = _parameters(drafter, meaning.kind, _prefix(tensors, meaning.kind, name))
         if meaning.kind == "qwen":
             tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
-        fill(parameters, tensors, name, "its MTP head", aside=copies)
+        fill(parameters, tensors, name, "its MTP head", optional=copies)
         return drafter
 
     def expected(self, meaning: InsideMeaning, tensors: Tensors) -> dict[str, torch.Size]:

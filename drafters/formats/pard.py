@@ -125,7 +125,7 @@ class PardFamily(Family):
             "model": f"{meaning.config.get('model_type')}, {config.layers} layers, hidden {config.hidden}",
             "rope": describe_rope(config.rope),
             "reads": reads,
-            "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} behind the last token",
+            "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} after the last token",
             "head": "its own",
             "vocabulary": f"all {config.vocab} target tokens, no map",
             "embedding": "its own",

@@ -61,14 +61,14 @@ def moe_parameters(moe: MoE, prefix: str) -> dict[str, Place]:
 
 
 def fill(
-    parameters: dict[str, Place], tensors: dict[str, Tensor], name: str, layout: str, aside: tuple[str, ...] = ()
+    parameters: dict[str, Place], tensors: dict[str, Tensor], name: str, layout: str, optional: tuple[str, ...] = ()
 ) -> None:
-    """Copy every tensor to its place, and each place once. The caller reads those named in `aside` itself.
+    """Copy every tensor to its place, and each place once. The caller reads those named in `optional` itself.
 
     Raises ValueError, with the checkpoint's `name`, for a tensor that is missing, left over or of another shape."""
     strict = StrictFill(name, parameters)
     for key, value in tensors.items():
-        if key not in aside and not strict.put(key, value):
+        if key not in optional and not strict.put(key, value):
             raise ValueError(f"{name}: the checkpoint holds the tensor {key}, for which {layout} has no place")
     strict.finish()
 

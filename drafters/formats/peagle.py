@@ -1,6 +1,6 @@
 """P-EAGLE: what its checkpoints mean, and the layouts of SpecForge, of vLLM's `speculators`, and ours.
 
-Names of the tensors are EAGLE-3's (`formats/eagle3.py`), with layers.1.* and so on for the layers behind the first,
+Names of the tensors are EAGLE-3's (`formats/eagle3.py`), with layers.1.* and so on for the layers after the first,
 `mask_hidden` [F], and an embedding of the head's own.
 
 Traps: SpecForge's config states neither the mask token nor how many tokens are drafted. Every mask row is alike, so any
@@ -57,7 +57,7 @@ class PEagleFamily(Eagle3Family):
     servers = MappingProxyType({"vllm": "speculators"})
     algorithm = None
     parameters = staticmethod(parameters)
-    aside = ("d2t", "t2d")
+    optional = ("d2t", "t2d")
 
     def make(self, meaning: PEagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         how = taps, vocab, embedding, meaning.block, meaning.mask_token, meaning.forward, meaning.tap_width
@@ -92,7 +92,7 @@ class PEagleFamily(Eagle3Family):
     def describe(self, meaning: PEagleMeaning, tensors: Tensors) -> dict[str, str]:
         out = super().describe(meaning, tensors) | {
             "layers": f"{meaning.layers}, of which the first is EAGLE-3's",
-            "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} behind the last token",
+            "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} after the last token",
             "embedding": "its own" if meaning.embeds else "the target's",
         }
         del out["feedback"]
@@ -185,8 +185,8 @@ def recognise_speculators(config: dict, tensors: Tensors) -> bool:
 
 
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
-    kept = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
-    meaning, first = speculators.read(config, kept, name)
+    shared = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
+    meaning, first = speculators.read(config, shared, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tensors = from_file(tensors | {key: t for key, t in first.items() if key in tensors})
     return completed(meaning, tensors, config.get("mask_token_id"), methods[0].get("speculative_tokens"), name), tensors

@@ -34,7 +34,7 @@ class RecipeFamily(Family):
     saved_as = "recipe"
     reads = 0
     knows_tensors = False
-    aside = (IDS,)
+    optional = (IDS,)
 
     def construct(self, meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> Drafter:
         """A drafter made anew by its recipe, refused unless every tensor fits."""
@@ -58,7 +58,7 @@ class RecipeFamily(Family):
         except (TypeError, RuntimeError) as error:
             why = str(error).splitlines()[0]
             raise ValueError(f"{name}: config.json: recipe does not fit {module}: {why}") from None
-        fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, module, self.aside)
+        fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, module, self.optional)
         drafter.recipe = config["recipe"]
         return drafter
 

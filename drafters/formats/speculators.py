@@ -7,7 +7,7 @@ class, not ours: the library leaves out what equals it.
 
 Traps: `eagle_aux_hidden_state_layer_ids` counts layers by their inputs, which are indices into hidden_states.
 `norm_output` means post-norm feedback. `norm_before_residual` is false where absent, though its trainer's default is
-true, and vLLM's too. With `attention_bias` the projection behind the attention has a bias as well, in the library as in
+true, and vLLM's too. With `attention_bias` the projection after the attention has a bias as well, in the library as in
 vLLM; it is not trained, and a file without it would leave it undefined.
 """
 
@@ -44,7 +44,7 @@ def nested_config(config: dict, name: str) -> dict:
 
 
 def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | None) -> dict:
-    """What the library and vLLM need to know beside the layer."""
+    """Return the fields that the library and vLLM need in addition to the layer's."""
     return {
         "architectures": [architecture],
         "speculators_model_type": algorithm,
@@ -113,7 +113,7 @@ def spell(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
     layer = shape_fields(meaning.shape) | {"vocab_size": meaning.vocab, "attention_bias": how.qkv_bias}
     if how.qk_norm:
         layer["model_type"] = "qwen3"
-    elif how.qkv_bias:  # vLLM's Qwen3 layer has none behind the attention
+    elif how.qkv_bias:  # vLLM's Qwen3 layer has none after the attention
         tensors = tensors | {OUTPUT_BIAS: torch.zeros_like(tensors["midlayer.post_attention_layernorm.weight"])}
     if meaning.taps and len(meaning.taps) != 3:
         layer["num_aux_hidden_states"] = len(meaning.taps)  # where vLLM looks; it takes three otherwise

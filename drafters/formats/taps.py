@@ -12,7 +12,7 @@ Taps = tuple[int, ...]
 Score = Callable[[Taps, int], float]  # taps, stage -> how well the drafter follows the answers of this stage
 
 MANY = 300  # so many candidates may be tried on the least text
-KEPT = (4, 16, 4)  # the best of each stage: whose neighbours are tried, who goes to the second stage, and to the third
+BEST = (4, 16, 4)  # the best of each stage: whose neighbours are tried, who goes to the second stage, and to the third
 STAGES = 3
 
 
@@ -35,13 +35,13 @@ def search_taps(score: Score, states: int, count: int, also: Iterable[Taps] = ()
     add(itertools.combinations(grid(states, count), count))
     add(also)
     while True:
-        leaders = best(KEPT[0])
+        leaders = best(BEST[0])
         for taps in leaders:
             add(neighbours(taps, states))
-        if best(KEPT[0]) == leaders:
+        if best(BEST[0]) == leaders:
             break
-    finalists = best(KEPT[1])
-    for stage, number in ((1, KEPT[2]), (2, KEPT[2])):
+    finalists = best(BEST[1])
+    for stage, number in ((1, BEST[2]), (2, BEST[2])):
         again = {taps: score(taps, stage) for taps in finalists}
         finalists = sorted(again, key=again.__getitem__, reverse=True)[:number]
     return finalists, len(scores)

@@ -14,7 +14,7 @@ from specdec.schema import shown
 def read_token_map(path: Path, target_size: int) -> DraftVocab:
     """The tokens that a file lists, most frequent first: FR-Spec's `freq_*.pt` (thunlp/FR-Spec `fr/fr.py`) or JSON.
 
-    target_size: V. The order is kept. A token that is listed twice counts once: FR-Spec's own script repeats the
+    target_size: V. The order is preserved. A token that is listed twice counts once: FR-Spec's own script repeats the
     end-of-sequence token, so the number in a file's name need not be the map's size. Raises ValueError for anything but
     ids of the target.
     """

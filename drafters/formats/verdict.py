@@ -105,12 +105,12 @@ def verdict(report: Report) -> str:
     names = "; ".join(f"'{outcome.name}'" for outcome in rivals)
     furthest = max(abs(outcome.gain) + outcome.margin for outcome in rivals)
     return (
-        f"{text} Not told apart from it: {names}. On these answers they are within {furthest:.3f} nats a token of it, "
-        "so which of them the drafter was trained with cannot be seen here; more answers (--prompt-file, "
+        f"{text} No significant difference from it: {names}. On these answers they are within {furthest:.3f} nats per "
+        "token of it, so which of them the drafter was trained with cannot be seen here; more answers (--prompt-file, "
         "--max-new-tokens) show smaller differences."
     )
 
 
 def _rivals(report: Report) -> list[Outcome]:
-    """The readings that cannot be told from the one that is best."""
+    """The readings without a significant difference from the best one."""
     return [outcome for outcome in report.rounds[-1][1:] if outcome.verdict in ("noise", "likelier")]

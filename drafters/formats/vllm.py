@@ -1,7 +1,7 @@
 """What vLLM 0.32 loads, where no published layout says the same (`scripts/check_in_vllm.py` tries it).
 
 EAGLE-3 is the speculators layout, with a copy of the target's embedding, which the library leaves undefined otherwise.
-vLLM has the target's last hidden state only as it is before the final norm. A head that reads it behind that norm, with
+vLLM has the target's last hidden state only as it is before the final norm. A head that reads it after that norm, with
 a norm for each tap, can be said all the same: `norm_before_fc` and `fc_norm` are both on there, and the first one holds
 the weight of the target's final norm. Its scale cancels in the second. The library itself does not know this form.
 
@@ -75,7 +75,7 @@ def write_eagle(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | N
 def without_bias(fc: torch.Tensor, bias: torch.Tensor, embedding: torch.Tensor) -> Tensors:
     """An `fc` [H,2H] of the same output without a bias, and the embedding [V,H] that makes it so.
 
-    The embedding is kept in fp32: rounded to 16 bits it would not be the product that decoding here computes."""
+    The embedding stays in fp32: rounded to 16 bits it would not be the product that decoding here computes."""
     ours, hidden = fc.float().chunk(2, dim=1)
     made = embedding.to(fc.device).float() @ ours.T + bias.float()
     eye = torch.eye(len(fc), dtype=fc.dtype, device=fc.device)
@@ -127,7 +127,7 @@ def notes(config: dict) -> list[str]:
     if config.get("own_embedding"):
         out.append(
             f"the bias of fc is in an embedding of the head's own, {config['vocab_size']} x {config['hidden_size']} "
-            "numbers beside the target's (heads trained with drafter.fc_bias=false need none)"
+            "numbers in addition to the target's (heads trained with drafter.fc_bias=false need none)"
         )
     return out
 

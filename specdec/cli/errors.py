@@ -18,8 +18,8 @@ def one_sentence_errors(main: Callable) -> Callable:
     cannot be read, a full disk behind standard output, memory that is not there. Any other exception is a bug of ours,
     and keeps its traceback. SIGINT exits with 130, SIGTERM with 143. A reader that went away, as `head` does, is no
     error.
-    A standard stream that is closed is an empty one: nothing is read from it, and nothing written is kept.
-    Of several processes the first one tells, and its launcher ends the others."""
+    A closed standard stream is an empty one: nothing is read from it, and what is written to it is lost.
+    Of several processes the first one reports the error, and its launcher ends the others."""
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
@@ -67,7 +67,7 @@ def fail(message: str, code: int = 2) -> None:
 
 
 def _speak() -> None:
-    """Let a process be heard that was silent beside another (`ranks.silence`)."""
+    """Restore the standard error of a process that `ranks.silence` has silenced."""
     if world() > 1 and sys.__stderr__ is not None:
         sys.stderr = sys.__stderr__
 

@@ -1,8 +1,8 @@
 """Where commands write: folders for results, and files and folders that are there whole or not at all.
 
-Nothing else in the project writes aside and renames. New content is forced to the disk before it gets its name, so that
-after a kill or a power cut either the old content or the new is there. A kill may leave NAME.partial or NAME.replaced
-beside it; the next write of the same name cleans up.
+No other module writes a partial file and renames it. New content is forced to the disk before it gets its name, so that
+after a kill or a power cut either the old content or the new is there. A kill may leave NAME.partial or NAME.replaced,
+which the next write of the same name removes.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ def kept_folder(name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedJson:
     """What was measured under an identity: a JSON file in a folder of the user's cache. It need not be there."""
 
     folder: str
@@ -56,7 +56,7 @@ class Kept:
         return user_cache_path("specdec") / self.folder / f"{_digest(self.identity)[:16]}.json"
 
     def read(self, of: Callable[[dict], Made]) -> Made | None:
-        """What `of` makes of the entries. None where nothing is kept, and where the file is damaged or was edited."""
+        """Return what `of` makes of the entries. None if there is no file, or if it is damaged or was edited."""
         try:
             content = json.loads(self.file.read_text(encoding="utf-8"))
             return of(content) if content.pop("sha256") == _digest(content) else None
@@ -64,7 +64,7 @@ class Kept:
             return None
 
     def write(self, entries: Mapping) -> None:
-        """Keep these entries, and the identity beside them."""
+        """Write these entries, and the identity with them."""
         output_folder(self.file.parent)
         content = json.loads(json.dumps({**entries, "identity": self.identity}, default=str))
         write_text(self.file, json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n")
@@ -82,12 +82,12 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"cannot write {path}: it is a folder; give a file")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
-    aside = partial_path(path)
+    staging = partial_path(path)
     with _one_sentence(path):
-        there = aside.exists()
-        aside.open("ab").close()
+        there = staging.exists()
+        staging.open("ab").close()
         if not there:
-            aside.unlink()
+            staging.unlink()
 
 
 def check_makeable(folder: Path) -> None:
@@ -104,13 +104,13 @@ def check_makeable(folder: Path) -> None:
 
 
 def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write a file beside `path`, and put it in place when it is whole.
+    """Let `fill` write a partial file next to `path`, and rename it to `path` when it is whole.
 
     Raises ValueError if the disk does not take it; what was there before stays, and nothing else is left.
     """
-    aside = partial_path(path)
-    with _one_sentence(path), _removed_on_error(aside):
-        fill(aside)
+    staging = partial_path(path)
+    with _one_sentence(path), _removed_on_error(staging):
+        fill(staging)
         put_in_place(path)
 
 
@@ -126,8 +126,8 @@ def keep(path: Path, fill: Callable[[Path], object]) -> None:
             if time.time() - leftover.stat().st_mtime > DAY:
                 shutil.rmtree(leftover)
     affixes = {"prefix": f"{path.name}.", "suffix": ".partial"}
-    with _one_sentence(path), tempfile.TemporaryDirectory(**affixes, dir=path.parent) as aside:
-        made = Path(aside) / path.name
+    with _one_sentence(path), tempfile.TemporaryDirectory(**affixes, dir=path.parent) as staging:
+        made = Path(staging) / path.name
         fill(made)
         for part in (*made.rglob("*"), made):
             _sync(part)
@@ -140,7 +140,7 @@ def keep(path: Path, fill: Callable[[Path], object]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """`write_whole` for a text, in UTF-8."""
-    write_whole(path, lambda aside: aside.write_text(text, encoding="utf-8"))
+    write_whole(path, lambda staging: staging.write_text(text, encoding="utf-8"))
 
 
 def partial_path(path: Path) -> Path:
@@ -165,24 +165,24 @@ def check_replaceable(folder: Path, files: Collection[str], kind: str) -> None:
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], object], files: Collection[str], kind: str) -> None:
-    """Let `fill` write `files` into a folder beside `folder`, and put that in place when it is whole.
+    """Let `fill` write `files` into a folder next to `folder`, and rename that when it is whole.
 
     Raises ValueError if the disk does not take it, or if the folder holds anything but `files`, which would be lost;
     what was there before stays, and nothing else is left.
     """
     check_replaceable(folder, files, kind)
-    aside, old = partial_path(folder), folder.with_name(folder.name + ".replaced")
-    with _one_sentence(folder), _removed_on_error(aside):
+    staging, old = partial_path(folder), folder.with_name(folder.name + ".replaced")
+    with _one_sentence(folder), _removed_on_error(staging):
         if old.exists() and not folder.exists():  # a kill came between the two renames below
             old.rename(folder)
-        for leftover in (aside, old):
+        for leftover in (staging, old):
             if leftover.exists():
                 shutil.rmtree(leftover)
-        aside.mkdir(parents=True)
-        fill(aside)
-        for part in (*aside.rglob("*"), aside):
+        staging.mkdir(parents=True)
+        fill(staging)
+        for part in (*staging.rglob("*"), staging):
             _sync(part)
-        _exchange(folder, aside, old)
+        _exchange(folder, staging, old)
 
 
 def _exchange(folder: Path, new: Path, old: Path) -> None:
@@ -214,13 +214,13 @@ def _sync_names(folder: Path) -> None:
 
 
 @contextmanager
-def _removed_on_error(aside: Path) -> Iterator[None]:
+def _removed_on_error(staging: Path) -> Iterator[None]:
     """Nothing but a kill leaves a part of what was to be written."""
     try:
         yield
     except (Exception, KeyboardInterrupt):
         with suppress(OSError):
-            shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+            shutil.rmtree(staging) if staging.is_dir() else staging.unlink(missing_ok=True)
         raise
 
 

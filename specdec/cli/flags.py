@@ -1,6 +1,6 @@
-"""Command-line flags from the fields of dataclasses: a setting's name, type, default and help are said once, there.
+"""Command-line flags from the fields of dataclasses, which define a setting's name, type, default and help once.
 
-A field says its help as `field(default=..., metadata={"help": "..."})`; `choices` and `metavar` may stand beside it.
+A field has its help in `field(default=..., metadata={"help": "..."})`; `choices` and `metavar` are further keys.
 """
 
 import argparse
@@ -49,8 +49,8 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, which refuses what no flag takes: an empty text, as a variable of the shell that is not set leaves
-    behind, a number that is none, and one outside of `Limits`."""
+    """argparse's, which also refuses an empty text, as of a shell variable that is not set, a number that is none, and
+    one outside of `Limits`."""
 
     def parse_args(self, args=None, namespace=None):
         given, rest = self.parse_known_args(args, namespace)

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     add_flags(model, ModelSettings)
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
-    model.add_argument("--compile", action="store_true", help="compile the rounds: once, and kept (docs/compile.md)")
+    model.add_argument("--compile", action="store_true", help="compile the rounds and cache them (docs/compile.md)")
     model.add_argument("--settings", type=Path, help="YAML of flags, as specdec tune writes; typed flags override it")
     sample = p.add_argument_group("sampling of the target")
     add_flags(sample, Sampling)

@@ -37,7 +37,7 @@ def main() -> None:
         return
     if "--" not in words or words[-1] == "--":
         raise ValueError(
-            "write the command behind --, as in: specdec lab jobs parts=2 -- sweep shards={parts} shard={part}"
+            "write the command after --, as in: specdec lab jobs parts=2 -- sweep shards={parts} shard={part}"
         )
     cut = words.index("--")
     before, command = words[:cut], words[cut + 1 :]

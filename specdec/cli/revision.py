@@ -14,7 +14,7 @@ ROOMS = ("specdec", "drafters", "trees", "training", "conf", "scripts", "tests")
 
 
 def revision() -> str | None:
-    """The commit, with '+changes' behind it if files differ from that; None if neither git nor the note tells it."""
+    """The commit, followed by '+changes' if files differ from it; None if neither git nor the note has it."""
     return _of_git() or _of_note()
 
 

@@ -22,11 +22,11 @@ from specdec.tuning.choose import choose_tree
 from specdec.tuning.engines import Workload, adaptive_engine
 from specdec.verify import SampleAndMatch, VerifierSettings, in_words
 
-KEPT = 256 << 20  # bytes for the turns of a chat, which each turn sends again
+CHAT_BYTES = 256 << 20  # bytes for the turns of a chat, which each turn sends again
 
 
 class EndOnSignal(Observer):
-    """Ends the decoding of an engine, after the round that it is told of, if a signal has asked for it."""
+    """Ends the decoding of an engine after the current round, if a signal has asked for it."""
 
     reads = Reads.TOKENS
 
@@ -73,7 +73,7 @@ class Session:
             self._choose_tree(asked=trees.tree is not None)
         how = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
         self.plain = Engine(self.target, **how)
-        how |= {"children": args.children, "prefixes": KEPT if args.chat else 0}
+        how |= {"children": args.children, "prefixes": CHAT_BYTES if args.chat else 0}
         parts = self.target, self.drafter, self.tree, self.verifier
         if args.adaptive is None:
             self.engine = Engine(*parts, **how)
@@ -114,8 +114,8 @@ class Session:
             write_trace(self.recorder.trace, self.args.trace)
 
     def observer(self, screen: Screen | None, engine: Engine) -> Observer:
-        """What is told of every round: who ends it when a signal asks for that; the screen and the recorder, for what
-        is shown, if there are any."""
+        """Return the observer of every round. It ends decoding after a signal, and feeds the screen and the recorder,
+        if there are any."""
         ends = EndOnSignal(self.signals, engine)
         shown = [] if screen is None else [screen] if self.recorder is None else [screen, self.recorder]
         return Observers(ends, *shown)

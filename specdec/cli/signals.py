@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: how a command that is told to stop comes to its end."""
+"""SIGTERM and SIGINT: how a command stops when it gets one."""
 
 import signal
 import sys
@@ -11,11 +11,11 @@ from specdec.ranks import largest
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, raised as Ctrl-C is, so that whoever cleans up after the one cleans up after the other."""
+    """SIGTERM, raised as Ctrl-C is, so that the same clean-up code handles both."""
 
 
 class StopSignals:
-    """While open, the first SIGTERM or SIGINT is noted, and whoever works looks at `asked` when it suits.
+    """While open, the first SIGTERM or SIGINT is noted, and the command polls `asked` at safe points.
 
     Later signals do nothing, because launchers send several; with `insist` the second one is raised."""
 

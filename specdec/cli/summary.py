@@ -54,8 +54,8 @@ def summarise(session: Session, decoded: Decoded) -> dict:
         turns = [(drafted.tokens_per_second, plain.tokens_per_second), *decoded.turns]
         # A text that ends with its first token decodes nothing, in no time. Nor is there a ratio where plain decoding
         # was chosen: it would be the noise between two equal runs.
-        told = all(slow for _, slow in turns) and session.drafter is not None
-        speedups = sorted((fast / slow, fast, slow) for fast, slow in turns) if told else [(None, *turns[0])]
+        compared = all(slow for _, slow in turns) and session.drafter is not None
+        speedups = sorted((fast / slow, fast, slow) for fast, slow in turns) if compared else [(None, *turns[0])]
         names = "speedup", "tokens_per_second", "baseline_tokens_per_second"
         summary |= dict(zip(names, speedups[(len(speedups) - 1) // 2], strict=True))
         summary["speedups"] = [speedup for speedup, *_ in speedups]

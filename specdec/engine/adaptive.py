@@ -1,4 +1,4 @@
-"""What an adaptive policy is asked, and what it is told. All of it is numpy on the host.
+"""Interface of adaptive policies, which choose the tree of each round. All of it is numpy on the host.
 
 B rows of a batch   N nodes of their trees, root included   D levels of the largest tree
 """
@@ -35,13 +35,13 @@ class Outcome:
     levels: int  # drafted; 0 for a plain round
     nodes: int  # verified for each row, the root included
     accepted: list[int]  # [R]
-    ended: list[bool]  # [R] the accepted path ends in a leaf: nothing is known of the token behind it
+    ended: list[bool]  # [R] the accepted path ends in a leaf, so the draft says nothing about the token after it
     draft: Draft | None = None  # as it was verified; None if the policy did not look at it
-    path: np.ndarray | None = None  # [B,P] accepted nodes of that draft, root first; entries behind the accepted are 0
+    path: np.ndarray | None = None  # [B,P] accepted nodes of that draft, root first; padded with 0
 
 
 class Policy:
-    """Chooses the trees of rounds. A policy belongs to one engine, and is told of its rounds in order.
+    """Chooses the trees of rounds. A policy belongs to one engine, which reports the rounds in order.
 
     The two choices depend on the past, on the number of rows and on the draft alone. What the target says of a node is
     not known when they are made, and must not be: then every rule emits what it would emit with that tree.
@@ -67,17 +67,17 @@ class Policy:
         return None
 
     def learn(self, outcome: Outcome) -> None:
-        """Is told of every round that was read."""
+        """Update the estimates with a round that was read."""
 
     def took(self, seconds: float) -> None:
-        """Is told how long the round that it was told of last took, from the end of the one before. A server tells."""
+        """Report how long the last learnt round took, from the end of the one before. Only a server calls this."""
 
     def changed(self, rows: int, levels: int) -> None:
-        """Is told that rounds of so many rows and levels take another time from now on, as they have been compiled."""
+        """Report that rounds of this size have been compiled, so their time changes from now on."""
 
     def joined(self, rows: int, seconds: float | None) -> None:
-        """Is told that so many sequences have joined, and how long the drafter took to absorb their prompts; None if
-        they are held for it."""
+        """Report that sequences have joined, and how many seconds the drafter took to absorb their prompts. None: the
+        drafter has not absorbed them yet."""
 
 
 class Fixed(Policy):

@@ -75,10 +75,10 @@ class Backlog:
         self.count += rows
         return list(range(self.count - rows, self.count))
 
-    def compact(self, kept: Survivors) -> None:
+    def compact(self, survivors: Survivors) -> None:
         """Drop all rows except these."""
         self._close()
-        self.ids = kept.of(self.ids)
+        self.ids = survivors.of(self.ids)
         # A server that never drafts would store the positions of rows that have left for long.
         here = set(self.ids)
         self.parts = [part for part in self.parts if not here.isdisjoint(part.ids)]

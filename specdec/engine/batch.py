@@ -157,12 +157,12 @@ class Batch:
         """Drop the rows that are over. The last of the others take their places."""
         if not any(over):
             return None
-        kept, self.carried = Survivors(over, self.device), 0.0
-        self.sequences = kept.of(self.sequences)
+        survivors, self.carried = Survivors(over, self.device), 0.0
+        self.sequences = survivors.of(self.sequences)
         if self.controller is not None:
-            self.controller.compact(kept)
-        self.tensors.compact(kept)
-        return kept
+            self.controller.compact(survivors)
+        self.tensors.compact(survivors)
+        return survivors
 
     def stop(self) -> None:
         """Stop the rows that the host knows to have ended. The device may not know it."""
@@ -214,11 +214,11 @@ class Batch:
         if self.carried < self.price:
             return
         penalties = self.tensors.settings.penalties
-        kept = self._drop(over)
+        survivors = self._drop(over)
         self._use(self.sequences)
         self._take(self._settings(self.sequences))
         if penalties is not None and self.tensors.settings.penalties is not None:  # of rounds too that are not read yet
-            self.tensors.settings.penalties.counts[: kept.count] = penalties.counts[kept.index]
+            self.tensors.settings.penalties.counts[: survivors.count] = penalties.counts[survivors.index]
 
     def _eager_round(self, planned: int | None) -> Callable[[int], RoundReport]:
         """Return the next round, of no more levels than its rows need."""

@@ -90,12 +90,12 @@ class BatchTensors:
         self.use(len(root))
         self.store(root, state)
 
-    def compact(self, kept: Survivors) -> None:
+    def compact(self, survivors: Survivors) -> None:
         """Drop all rows except these."""
-        self.cache.compact(kept)
+        self.cache.compact(survivors)
         if self.state is not None:
-            self.drafter.compact(kept)
-        index = kept.index
+            self.drafter.compact(survivors)
+        index = survivors.index
         root, state = self.root[index], self.state and self.state.compact(index)
         active, left = self.active[index], self.left[index]
         self.all_active.fill_(False)
@@ -106,10 +106,10 @@ class BatchTensors:
 
     def undo_prefill(self, rows: int) -> None:
         """Remove all rows but the first `rows` from the caches."""
-        kept = Survivors([False] * rows, self.device)
-        self.cache.compact(kept)
+        survivors = Survivors([False] * rows, self.device)
+        self.cache.compact(survivors)
         if self.state is not None:
-            self.drafter.compact(kept)
+            self.drafter.compact(survivors)
         elif self.drafter is not None and not self.fixed:
             self.drafter.reset(self.rows, self.draft_slots)
 
@@ -133,10 +133,10 @@ class BatchTensors:
     def settle(self, eos: Tensor, tokens: Tensor, n: Tensor) -> None:
         """Update the progress after a round that emitted the first n [W] of tokens [W,P], by the rule of
         `Sequence.add`. Changes `active` and `left` in place. eos: as in `RoundSettings`."""
-        kept = torch.where(self.active, n.minimum(self.left), 0)
+        emitted = torch.where(self.active, n.minimum(self.left), 0)
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        ends = (tokens[..., None] == eos[:, None]).any(-1) & (place < kept[:, None])
-        self.left -= kept
+        ends = (tokens[..., None] == eos[:, None]).any(-1) & (place < emitted[:, None])
+        self.left -= emitted
         self.active &= ~ends.any(1) & (self.left > 0)
 
     def _column(self, values: list) -> Tensor:
@@ -160,7 +160,7 @@ class BatchTensors:
 
     def forget_settings(self, kinds: set[tuple]) -> None:
         """Drop settings that are not in use, except these kinds, which captured rounds read."""
-        self.kinds = {kind: kept for kind, kept in self.kinds.items() if kind in kinds or kind == self.kind}
+        self.kinds = {kind: settings for kind, settings in self.kinds.items() if kind in kinds or kind == self.kind}
 
     def changing(self) -> list[Tensor]:
         """Return the tensors that a round changes and the next one reads."""
@@ -175,16 +175,16 @@ def _program(sampling) -> Any:
     return sampling.program if isinstance(sampling, SamplingBatch) else sampling
 
 
-def _refill(kept: Any, new: Any) -> None:
+def _refill(old: Any, new: Any) -> None:
     """Copy a tensor, or the tensors of an object such as `Penalties`, into another one of the same kind."""
-    if kept is new:
+    if old is new:
         return
-    if isinstance(kept, Tensor):
-        kept.copy_(new)
+    if isinstance(old, Tensor):
+        old.copy_(new)
         return
     for name, value in vars(new).items():
         if isinstance(value, Tensor):
-            vars(kept)[name].copy_(value)
+            vars(old)[name].copy_(value)
 
 
 def settings_for(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-MOST = 4096  # marks that are kept apart
+MOST = 4096  # marks stored before they are summed
 
 
 class Clock:

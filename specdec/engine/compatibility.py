@@ -37,6 +37,6 @@ def over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
     if drafter.conditioned:
         raise ValueError(
             "a block tree takes the slots of a block for independent, and this drafter's depend on the "
-            "tokens drafted before them: take a dynamic tree, whose children are told along their own path"
+            "tokens drafted before them: take a dynamic tree, which drafts each child along its own path"
         )
     return policy.within(drafter.block)

@@ -67,13 +67,13 @@ class Controller:
         if tree.logq is None or not self.policy.looks():
             return tree
         draft = self._draft(tree, state)
-        kept = self.policy.keep(draft)
-        if kept is not None and kept.shape[1] == 1:
+        selected = self.policy.keep(draft)
+        if selected is not None and selected.shape[1] == 1:
             return None
-        self.plan.draft = draft if kept is None else kept_of(draft, kept)
-        if kept is None:
+        self.plan.draft = draft if selected is None else part_of(draft, selected)
+        if selected is None:
             return tree
-        return trimmed(tree, torch.from_numpy(np.ascontiguousarray(kept)).to(tree.tokens.device))
+        return trimmed(tree, torch.from_numpy(np.ascontiguousarray(selected)).to(tree.tokens.device))
 
     def played(self, report: RoundReport) -> None:
         """Note the plan of a round that was started, and take the positions that it leaves to the drafter."""
@@ -125,34 +125,34 @@ class Controller:
         if self.backlog is not None:
             self.backlog.join(rows, joining)
 
-    def compact(self, kept: Survivors) -> None:
+    def compact(self, selected: Survivors) -> None:
         """Drop all rows except these."""
         if self.backlog is not None:
-            self.backlog.compact(kept)
+            self.backlog.compact(selected)
 
     def forget(self) -> None:
         """Drop the backlog and the last plan: no row is left."""
         self.backlog = self.plan = None
 
 
-def trimmed(tree: DraftTree, kept: Tensor) -> DraftTree:
-    """Return the nodes kept [B,n] of a tree: ascending, root first, closed under parents."""
-    n, whole = kept.shape[1], tree.tokens.shape[1]
-    tokens, depth = tree.tokens.gather(1, kept), tree.depth.gather(1, kept)
-    parents = torch.searchsorted(kept, tree.parents.gather(1, kept))
-    rows = tree.ancestors.gather(1, kept[..., None].expand(-1, -1, whole))
-    ancestors = rows.gather(2, kept[:, None].expand(-1, n, -1))
-    logq = None if tree.logq is None else tree.logq.gather(1, kept)
-    q = None if tree.q is None else tree.q.gather(1, kept[..., None].expand(-1, -1, tree.q.shape[-1]))
+def trimmed(tree: DraftTree, selected: Tensor) -> DraftTree:
+    """Return the tree of the selected nodes [B,n]: ascending, root first, closed under parents."""
+    n, whole = selected.shape[1], tree.tokens.shape[1]
+    tokens, depth = tree.tokens.gather(1, selected), tree.depth.gather(1, selected)
+    parents = torch.searchsorted(selected, tree.parents.gather(1, selected))
+    rows = tree.ancestors.gather(1, selected[..., None].expand(-1, -1, whole))
+    ancestors = rows.gather(2, selected[:, None].expand(-1, n, -1))
+    logq = None if tree.logq is None else tree.logq.gather(1, selected)
+    q = None if tree.q is None else tree.q.gather(1, selected[..., None].expand(-1, -1, tree.q.shape[-1]))
     return replace(tree, tokens=tokens, parents=parents, depth=depth, ancestors=ancestors,
                    steps=min(tree.steps, n - 1), logq=logq, q=q)  # fmt: skip
 
 
-def kept_of(draft: Draft, kept: np.ndarray) -> Draft:
+def part_of(draft: Draft, selected: np.ndarray) -> Draft:
     """Return the part of a draft that is verified."""
-    parents = np.take_along_axis(draft.parents, kept, 1)
-    places = (kept[:, None] == parents[..., None]).argmax(-1)
-    edges, depth = (np.take_along_axis(x, kept, 1) for x in (draft.edges, draft.depth))
-    rows = np.take_along_axis(draft.ancestors, kept[..., None], 1)
-    ancestors = np.take_along_axis(rows, kept[:, None], 2)
+    parents = np.take_along_axis(draft.parents, selected, 1)
+    places = (selected[:, None] == parents[..., None]).argmax(-1)
+    edges, depth = (np.take_along_axis(x, selected, 1) for x in (draft.edges, draft.depth))
+    rows = np.take_along_axis(draft.ancestors, selected[..., None], 1)
+    ancestors = np.take_along_axis(rows, selected[:, None], 2)
     return replace(draft, edges=edges, parents=places, depth=depth, ancestors=ancestors)

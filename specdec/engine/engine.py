@@ -280,7 +280,7 @@ class Engine:
             batch = Batch(self.round, rows, room, clock, **how)
         else:
             room = self.graphs.room_for(widths, room)
-            self._check_memory(replace(request, room=room), kept=self.graphs.batch is not None)
+            self._check_memory(replace(request, room=room), allocated=self.graphs.batch is not None)
             batch = self.graphs.begin(widths, room, clock, self.adaptive, continuous)
         batch.reads, batch.reading = request.reads, None
         if (request.part or self.prefixes) and self.target.reads_on:
@@ -293,8 +293,8 @@ class Engine:
             self.loop.threads.restore()
         self.waiting, self.loop, self.room, self.read_part = [], None, 0, False
 
-    def _check_memory(self, request: Request, kept: bool = False) -> None:
+    def _check_memory(self, request: Request, allocated: bool = False) -> None:
         """ValueError for what a GPU cannot hold, before anything is allocated."""
         if is_limited(self.device):
             wanted = plan(self.round, request, self.graphs is not None)
-            check(wanted, free_bytes(self.device, wanted.needed_again if kept else wanted.needed), kept)
+            check(wanted, free_bytes(self.device, wanted.needed_again if allocated else wanted.needed), allocated)

@@ -24,9 +24,9 @@ class Executor(Protocol):
     def forget(self) -> None:
         """Release what is shared by all captured rounds, none of which will be replayed again."""
 
-    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+    def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         """Return a function that does what `run` does with this bound of the committed length, or, with `any_bound`,
-        with any bound up to it, and returns what `run` returned. kept: all tensors that `run` changes and that
+        with any bound up to it, and returns what `run` returned. preserved: all tensors that `run` changes and that
         outlive it; a capture leaves them as they are."""
 
 
@@ -38,7 +38,7 @@ class Eager:
     def forget(self) -> None:
         pass
 
-    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+    def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         return run
 
 
@@ -46,13 +46,13 @@ EAGER = Eager()
 
 
 @contextmanager
-def restored(kept: abc.Sequence[Tensor]) -> Iterator[None]:
+def restored(preserved: abc.Sequence[Tensor]) -> Iterator[None]:
     """Undo at the end what changed in these tensors. A capture runs a round a few times first."""
-    before = [x.clone() for x in kept]
+    before = [x.clone() for x in preserved]
     try:
         yield
     finally:
-        for x, old in zip(kept, before, strict=True):
+        for x, old in zip(preserved, before, strict=True):
             x.copy_(old)
 
 

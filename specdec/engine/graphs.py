@@ -43,7 +43,7 @@ def own_workspaces() -> Iterator[None]:
     Torch keeps a workspace for each handle and stream. A graph has its address, and does not hold it. A workspace that
     a warm-up has made would serve all graphs captured on the stream, and torch 2.13 gives it back as soon as one of
     them is gone, while the others write to it (pytorch issue 193402). So a capture begins without one, as in torch's
-    own `cudagraph_trees`, and leaves none behind that others would find in the pool."""
+    own `cudagraph_trees`, and frees its own workspace, so that no other capture finds it in the pool."""
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield
@@ -67,11 +67,11 @@ class CudaGraphs:
         # A pool whose last graph is gone cannot be captured into again.
         self.pool = torch.cuda.graph_pool_handle()
 
-    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+    def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         with torch.cuda.device(self.device):
             if self.compiles:
-                run = compiled_run(run, kept, [bound], compile_now)
-            self._warm_up(run, kept, bound)
+                run = compiled_run(run, preserved, [bound], compile_now)
+            self._warm_up(run, preserved, bound)
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as a data loader's, may go on using the device while this one captures.
             how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
@@ -84,10 +84,10 @@ class CudaGraphs:
         # What was compiled may have tensors of its own that the graph reads.
         return partial(_replay, graph, made, run if self.compiles else None)
 
-    def _warm_up(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> None:
+    def _warm_up(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> None:
         """Run on the side stream, as torch requires before a capture, and undo what that changed. What it wrote into
         caches lies after the committed slots, where it is void."""
-        with restored(kept):
+        with restored(preserved):
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
             with torch.cuda.stream(self.stream):
@@ -147,13 +147,13 @@ def make_graphs(
     return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted)
 
 
-def compiling_backend(wanted: "bool | Executor | None", round_: Round, aside: bool) -> Executor:
+def compiling_backend(wanted: "bool | Executor | None", round_: Round, background: bool) -> Executor:
     """Return the executor that compiles rounds on the target's device. On a GPU it captures the compiled rounds."""
     device = round_.target.device
     if why := obstacle(round_.target, round_.drafter):
         raise ValueError(f"{why}; decode without compiling")
     if device.type == "cpu" and wanted is None:
-        return CompiledRounds(aside)
+        return CompiledRounds(background)
     if device.type == "cuda" and wanted in (True, None):
         if set(backends()) != {"torch"}:
             raise ValueError("rounds are compiled of torch's operators only: call specdec.ops.use('torch') before")
@@ -175,10 +175,10 @@ class Graphs:
     def room_for(self, widths: list[int], room: int) -> int:
         """Return the room of the present batch if it suits rows of up to `room` tokens, or else the room of a new one.
         widths: numbers of rows that rounds are captured for, ascending."""
-        kept = self.batch
-        if kept is not None:
-            if kept.widths == widths and kept.room >= room and self.signature == self._signature():
-                return kept.room
+        preserved = self.batch
+        if preserved is not None:
+            if preserved.widths == widths and preserved.room >= room and self.signature == self._signature():
+                return preserved.room
             self.batch = None
             self.backend.forget()
         step = STEP if not self.backend.any_bound else next(size for size in ROOMS if size >= room)

@@ -117,10 +117,10 @@ class Loop:
                 continue
             row.trace.accepted.append(count - 1)
             row.trace.undrafted += report.nodes == 1 or (read.levels is not None and read.levels[i] == 0)
-            kept = row.add(read.tokens[i][:count], *(None if x is None else x[i] for x in fields))
-            row.trace.emitted.append(len(kept))
-            report.emitted.append(kept)
-            report.accepted.append(min(count - 1, len(kept)))
+            added = row.add(read.tokens[i][:count], *(None if x is None else x[i] for x in fields))
+            row.trace.emitted.append(len(added))
+            report.emitted.append(added)
+            report.accepted.append(min(count - 1, len(added)))
         if report.plan is not None:
             self.batch.controller.learn(report, read.counts)
         self.batch.clock.mark("host")

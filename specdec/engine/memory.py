@@ -39,14 +39,14 @@ class Request:
     penalised: bool = False
     reads: Reads = Reads.TOKENS  # what is read of reports
     part: int = 0  # tokens of a prompt that are read at once; 0: all of them
-    prefixes: int = 0  # bytes for what is kept of prompts
+    prefixes: int = 0  # bytes of the prefix cache
     captures: int = 1  # captured rounds for each bucket: of several numbers of rows and levels
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by part. prefill and round are upper bounds of what lives for a moment beside the caches, only one of them
-    at a time; graphs hold the memory of a round for themselves."""
+    """Bytes by part. prefill and round are upper bounds of temporary memory in addition to the caches; only one of the
+    two is in use at a time. graphs is the memory that captured rounds hold."""
 
     weights: int  # of target and drafter: they are there already
     target_cache: int
@@ -85,9 +85,9 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
     each = width + (0 if likeliest else VERIFY) + (PENALTIES if request.penalised else 0)
     drafting, read = 0, 0
     if policy is not None:
-        # The logits of a level in fp32, their log-softmax, and what a tree that samples holds beside them.
+        # The logits of a level in fp32, their log-softmax, and for a tree that samples its probabilities.
         drafting = batch * policy.topk * drafter.vocab.size * (width + 12) + batch * nodes * vocab * 4 * policy.samples
-        if request.reads >= Reads.LOGITS:  # of one round by whoever reads it, while the next one runs
+        if request.reads >= Reads.LOGITS:  # an observer reads those of one round while the next one runs
             read = batch * nodes * vocab * (max(width, 4 * request.penalised) + 4 * policy.samples)
     round_bytes = _layers(target, drafter, batch * nodes) + masks + batch * nodes * vocab * each + drafting + small
     round_bytes += noise + 2 * read
@@ -115,8 +115,8 @@ def cublas_workspace() -> int:
 
 
 def _prompt_attention(target, drafter: Drafter | None, batch: int, prompt: int) -> int:
-    """What the attention of a prefill holds beside its rows, in the layer that holds the most. A drafter's is taken to
-    be like the target's, without a window."""
+    """Return the largest temporary memory of a layer's attention in a prefill, except for its rows. The drafter is
+    assumed to be like the target, without a window."""
     if target.masks_prompts:
         return batch * prompt**2 * (8 + 2 * target.dtype.itemsize)
     windows = {*target.windows, None} if drafter is not None else target.windows
@@ -158,7 +158,7 @@ def has_fused_attention(target, masked: bool) -> bool:
 
 
 def _layers(target, drafter: Drafter | None, positions: int) -> int:
-    """What the layers of target and drafter hold of `positions` at most, the one behind the other.
+    """Return the memory that the layers of target and drafter need for `positions`; they run one after the other.
 
     Of a layer: its input and norms, some in fp32; rows of q, k and v before and after the rotation, which makes three
     tensors of its own; both halves of the MLP and their product. Of all layers together: the tapped states, and those
@@ -208,21 +208,21 @@ def free_bytes(device: torch.device, wanted: int) -> int:
 
 
 def unused_bytes(segments: abc.Iterable[dict], device: int) -> int:
-    """What torch holds of a device and tensors can take: the free parts of its segments, those of a graph's pool aside.
-    Only captures into that pool can take them, and the graph writes there. segments: `torch.cuda.memory_snapshot`."""
+    """Return what torch holds of a device and new tensors can use: the free parts of its segments, except those of a
+    graph pool. Only captures into that pool can use these. segments: `torch.cuda.memory_snapshot`."""
     ours = [s for s in segments if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)]
     return sum(s["total_size"] - s["active_size"] for s in ours)
 
 
-def check(plan: Plan, free: int, kept: bool = False) -> None:
-    """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes. kept: the caches, and the graphs on
-    them, are there from an earlier call."""
-    needed = plan.needed_again if kept else plan.needed
+def check(plan: Plan, free: int, allocated: bool = False) -> None:
+    """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes. allocated: the caches, and the
+    graphs that use them, exist from an earlier call."""
+    needed = plan.needed_again if allocated else plan.needed
     working = plan.needed_again + plan.graphs
     if needed > free:
         raise ValueError(
             f"this request does not fit: it needs {needed / GIB:.2f} GiB ({plan.target_cache / GIB:.2f} for the "
             f"target's cache, {plan.draft_cache / GIB:.2f} for the drafter's, up to {working / GIB:.2f} for the work), "
-            f"and beside {plan.weights / GIB:.2f} GiB of weights {free / GIB:.2f} GiB are free; take fewer rows at a "
+            f"and {free / GIB:.2f} GiB are free after {plan.weights / GIB:.2f} GiB of weights; take fewer rows at a "
             "time, shorter prompts or fewer new tokens"
         )

@@ -18,19 +18,19 @@ class Read:
     """What the target made of a prompt of one row."""
 
     cache: KVCache
-    logits: Tensor  # [1,1,V] behind the last token
+    logits: Tensor  # [1,1,V] after the last token
     feats: Tensor | None  # [1,T,F]
 
 
 class Reading:
-    """The prompt that is being read. It lies in a cache of its own until all of it is there. So rows may be dropped
-    and join beside it. Only the target reads in parts: a drafter reads the whole prompt when the row joins."""
+    """The prompt that is being read. It has a cache of its own until it has been read completely, so rows may leave and
+    join the batch meanwhile. Only the target reads in parts: a drafter reads the whole prompt when the row joins."""
 
     def __init__(
         self, target: Target, cache: KVCache, taps: tuple[int, ...], most: int, prefixes: Prefixes | None = None
     ):
-        """cache: that of the rows. most: tokens of a part. prefixes: what is kept of prompts."""
-        self.target, self.cache, self.taps, self.most = target, cache.aside(), taps, most
+        """cache: that of the rows. most: tokens of a part. prefixes: the prefix cache."""
+        self.target, self.cache, self.taps, self.most = target, cache.scratch(), taps, most
         self.prefixes = prefixes
         self.drop()
 

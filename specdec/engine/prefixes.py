@@ -1,11 +1,11 @@
-"""Prompts that were read before: one that begins like them is read from where it differs.
+"""The prefix cache: a prompt that begins like an earlier one is read from the first token that differs.
 
-What is kept of a prompt is a copy: the target's keys and values, and the features that a drafter is to absorb. So rows
-come and go as they like. A copy serves every prompt that shares its beginning, however long that is, and one that
-another continues gives way to it, as in a chat of several turns. Those used longest ago go first when memory is full.
+The cache holds copies of the target's keys and values, and of the features that a drafter absorbs. So rows can be
+dropped at any time. A copy serves every prompt that shares its beginning, of any length. A longer prompt replaces the
+copy of its own beginning, as in a chat of several turns. When memory is full, the least recently used copies go first.
 
 vLLM and SGLang share the memory itself, in blocks and by a tree of tokens (RadixAttention, arXiv 2312.07104). Here rows
-lie in one piece, and to copy tokens takes little beside reading them.
+are contiguous, and copying tokens takes little time compared with reading them.
 """
 
 from collections import abc
@@ -41,13 +41,13 @@ class Prefixes:
 
     def __init__(self, budget: int):
         self.budget, self.bytes, self.least = budget, 0, LEAST
-        self.kept: dict[tuple[int, ...], list[Prefix]] = {}  # by their first tokens, the least that are shared
+        self.by_start: dict[tuple[int, ...], list[Prefix]] = {}  # by their first tokens, the least that are shared
         self.used: dict[Prefix, None] = {}  # the one that was used last comes last
 
     def find(self, prompt: abc.Sequence[int]) -> tuple[Prefix, int] | None:
         """The one that shares most with a prompt, and how many tokens: `least` or more, and not the prompt's last, as
         its logits are wanted."""
-        some = self.kept.get(tuple(prompt[: self.least]), [])
+        some = self.by_start.get(tuple(prompt[: self.least]), [])
         if not some or len(prompt) <= self.least:
             return None
         tokens = torch.tensor(prompt[:-1])
@@ -63,7 +63,7 @@ class Prefixes:
         if len(prompt) < self.least:
             return
         tokens, length = torch.tensor(prompt), len(prompt)
-        some = {prefix: prefix.shared(tokens) for prefix in self.kept.get(tuple(prompt[: self.least]), [])}
+        some = {prefix: prefix.shared(tokens) for prefix in self.by_start.get(tuple(prompt[: self.least]), [])}
         if (whole := next((prefix for prefix, shared in some.items() if shared == length), None)) is not None:
             self.touch(whole)
             return
@@ -76,14 +76,14 @@ class Prefixes:
                 self._drop(prefix)
         while self.bytes + new.bytes > self.budget:
             self._drop(next(iter(self.used)))
-        self.kept.setdefault(tuple(prompt[: self.least]), []).append(new)
+        self.by_start.setdefault(tuple(prompt[: self.least]), []).append(new)
         self.used[new] = None
         self.bytes += new.bytes
 
     def _drop(self, prefix: Prefix) -> None:
         start = tuple(prefix.tokens[: self.least].tolist())
-        self.kept[start].remove(prefix)
-        if not self.kept[start]:
-            del self.kept[start]
+        self.by_start[start].remove(prefix)
+        if not self.by_start[start]:
+            del self.by_start[start]
         del self.used[prefix]
         self.bytes -= prefix.bytes

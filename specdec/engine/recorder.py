@@ -90,7 +90,7 @@ class TracedRow:
 
     @cached_property
     def drafted(self) -> list[int]:
-        """By round, beside `trace`."""
+        """Return the number of drafted tokens of each round."""
         return [r.drafted for r in self.rounds]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The record of a step of the engine, from the device to whoever reads it, and what observers read of it."""
+"""The report of an engine step, from the device to its readers, and the fields that observers read."""
 
 from collections import abc
 from collections.abc import Callable

@@ -189,7 +189,7 @@ class Round:
         if self.drafter is not None and most != 0:
             policy = self.policy if most is None else (self._policies if controller is None else self.rungs)[most - 1]
             if isinstance(settings.sampling, SamplingBatch) or not settings.sampling.greedy:
-                noise = settings.noise.behind(cache.lens, policy.steps + 1)
+                noise = settings.noise.after(cache.lens, policy.steps + 1)
             children = children_of(self.children, settings.sampling, noise, self.drafter.trust)
             tree = policy.grow(self.drafter, root, state, children)
             if controller is not None:
@@ -260,7 +260,7 @@ class Round:
     def _draw(logits: Tensor, n: Tensor, settings: RoundSettings, last: Tensor) -> Tensor:
         """Draw the next token [B,1] from logits [B,1,V] after the position last [B]. Penalties count it for rows of
         which n [B] is 1."""
-        token = sample(settings.shaped(logits), settings.sampling, settings.noise.behind(last))
+        token = sample(settings.shaped(logits), settings.sampling, settings.noise.after(last))
         if settings.penalties is not None:
             settings.penalties.add(token, n)
         return token

@@ -39,7 +39,7 @@ class Sequence:
     steps: int | None = None  # levels of the draft tree that count for it; 0: none; None: all of them
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
-    top: int = 0  # how many of the likeliest tokens in the place of each are told too
+    top: int = 0  # how many of the most likely tokens at each place to report
     likely: list[list[tuple[int, float]]] = field(default_factory=list)  # by token: they and theirs, best first
     cached: int = 0  # tokens of the prompt that need not be read, as they were with another one
     finish: str | None = None
@@ -70,23 +70,23 @@ class Sequence:
     ) -> list[int]:
         """Append what still belongs to the text, and return it. logprobs, likely: of the tokens, if the sequence keeps
         them."""
-        kept = tokens[: self.left]
-        for count, token in enumerate(kept, 1):
+        added = tokens[: self.left]
+        for count, token in enumerate(added, 1):
             self.finish = self._end(token)
             if self.finish is not None:
-                kept = kept[:count]
+                added = added[:count]
                 break
-        self.tokens += kept
+        self.tokens += added
         if self.logprobs is not None and logprobs is not None:
-            self.logprobs += logprobs[: len(kept)]
+            self.logprobs += logprobs[: len(added)]
             if self.top:
-                places = zip(likely[: len(kept)], likely_logprobs, strict=False)
+                places = zip(likely[: len(added)], likely_logprobs, strict=False)
                 self.likely += [list(zip(ids[: self.top], own, strict=False)) for ids, own in places]
         if self.finish is None and len(self.tokens) == self.limit:
             self.finish = self.at_limit
         if self.finish is not None:
             self.matcher = None
-        return kept
+        return added
 
     def _end(self, token: int) -> str | None:
         """How the next token ends the text; None if it does not."""

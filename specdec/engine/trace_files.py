@@ -39,18 +39,18 @@ def write_trace(trace: Trace, folder: Path) -> None:
     trees = [r.tree for _, r in rounds if r.tree is not None]
     nodes = {name: torch.cat([vars(t)[name] for t in trees] or [torch.empty(0)]) for name in NODE_FIELDS}
 
-    def fill(aside: Path) -> None:
-        _write_lines(aside / ROWS, [_row_line(row) for row in trace.rows])
-        _write_lines(aside / ROUNDS, [_round_line(number, r) for number, r in rounds])
-        save_file(nodes, aside / NODES)
+    def fill(staging: Path) -> None:
+        _write_lines(staging / ROWS, [_row_line(row) for row in trace.rows])
+        _write_lines(staging / ROUNDS, [_round_line(number, r) for number, r in rounds])
+        save_file(nodes, staging / NODES)
         header = {
             "format": FORMAT,
             "version": VERSION,
             "settings": trace.settings,
             "versions": trace.versions,
-            "sha256": {name: _digest(aside / name) for name in FILES},
+            "sha256": {name: _digest(staging / name) for name in FILES},
         }
-        (aside / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
+        (staging / HEADER).write_text(json.dumps(header, indent=1) + "\n", encoding="utf-8")
 
     replace_folder(Path(folder), fill, (HEADER, *FILES), "a trace")
 
@@ -81,10 +81,10 @@ def read_trace(folder: Path) -> Trace:
     for (where, line), tree in zip(lines, trees, strict=True):
         if line.row >= len(rows):
             raise ValueError(f"{where}: row must be below the {len(rows)} lines of {ROWS}, got {line.row}")
-        row, told = rows[line.row], dict(line)
-        del told["row"], told["nodes"]
+        row, values = rows[line.row], dict(line)
+        del values["row"], values["nodes"]
         _check_tree(tree, line.path, row.steps, where)
-        row.rounds.append(TracedRound(**told, tree=tree))
+        row.rounds.append(TracedRound(**values, tree=tree))
     return Trace(header.settings, header.versions, rows)
 
 

@@ -26,8 +26,8 @@ class RowTrace:
 
 
 def tau(rows: list[RowTrace]) -> float:
-    """Emitted tokens per round over all rows: the bonus token counts, the prefill's first token does not, and neither
-    does what lies behind the end of the text. The micro-average of Spec-Bench, with its ends cut off."""
+    """Emitted tokens per round over all rows. The bonus token counts; the first token, from the prefill, does not, and
+    neither do tokens after the end of the text. The micro-average of Spec-Bench, with its ends cut off."""
     rounds = sum(row.rounds for row in rows)
     return sum(sum(row.emitted) for row in rows) / rounds if rounds else 0.0
 

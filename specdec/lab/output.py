@@ -33,8 +33,8 @@ def write_json(path: Path, content: object) -> None:
 def write_csv(path: Path, rows: list[dict]) -> None:
     """Write rows that all have the first one's keys, under a line of those keys."""
 
-    def fill(aside: Path) -> None:
-        with aside.open("w", newline="", encoding="utf-8") as file:
+    def fill(staging: Path) -> None:
+        with staging.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])
             writer.writeheader()
             writer.writerows(rows)
@@ -44,7 +44,7 @@ def write_csv(path: Path, rows: list[dict]) -> None:
 
 def write_figure(path: Path, figure) -> None:
     """Write a figure of matplotlib as PNG."""
-    write_whole(path, lambda aside: figure.savefig(aside, dpi=130, format="png"))
+    write_whole(path, lambda staging: figure.savefig(staging, dpi=130, format="png"))
 
 
 class Report:

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     )
     tries.add_argument("--tries", type=int, default=4, help="settings that are decoded with for real (default 4)")
     tries.add_argument("--repeats", type=int, default=3, help="of real decoding and measured rounds (default 3)")
-    tries.add_argument("--remeasure", action="store_true", help="do not use kept measurements")
+    tries.add_argument("--remeasure", action="store_true", help="measure again instead of reading the cache")
     out = p.add_argument_group("output")
     out.add_argument("--out", type=Path, required=True, help="the settings file")
     out.add_argument("--json", action="store_true", help="the report as one JSON object in the last line")
@@ -125,9 +125,9 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[Costs, Tuned]:
 
 def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
     """Write the file for `specdec generate --settings`, without entries that are None; returns its report."""
-    told = ("max_new_tokens", "batch_size", *(f.name for f in fields(Sampling)))
+    recorded = ("max_new_tokens", "batch_size", *(f.name for f in fields(Sampling)))
     report = tuned.report() | {
-        "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in told},
+        "tuned_for": {"prompts": len(tuned.measured[0][1].texts)} | {name: getattr(args, name) for name in recorded},
         "machine": machine(target.device),
         "versions": versions(),
     }

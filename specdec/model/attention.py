@@ -50,9 +50,9 @@ class NoCache:
 class CacheView:
     """What like layers of one forward share: where n new positions go in the cache, and what each of them sees.
 
-    The new positions take the scratch slots from lens + offset on. ancestors [B,n,offset+n] bool tells which scratch
-    slots each of them sees, itself included; None means causal. All committed slots are visible, except those that lie
-    `window` or more positions behind. For that the depth [B,n] of the new positions must be known; scratch slots before
+    The new positions take the scratch slots from lens + offset on. ancestors [B,n,offset+n] bool says which scratch
+    slots each of them sees, itself included; None means causal. All committed slots are visible, except those `window`
+    or more positions before it. For that the depth [B,n] of the new positions must be known; scratch slots before
     `offset` are taken to lie as deep as the new ones. groups is the number of query heads to a key head,
     slots [B*n] where the new positions go, for a caller that knows it already.
 

@@ -10,7 +10,7 @@ from specdec.structs import Survivors
 
 
 def cache_bytes(layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor) -> int:
-    """What a `KVCache` of these sizes takes, lengths and the like aside."""
+    """Return the bytes of a `KVCache` of these sizes, without lengths and other small tensors."""
     return 2 * layers * rows * slots * kv_heads * head_dim * like.element_size()
 
 
@@ -65,9 +65,9 @@ class KVCache:
         self._use(0, batch)
 
     def admit(self, first: int, count: int, longest: int) -> "KVCache":
-        """Rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory: the prefill of
-        what joins goes there, beside rows that are being decoded. From now on they are in use here, too, and hold up to
-        `longest` positions."""
+        """Return rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory. Rows that
+        join are prefilled there, while the other rows are being decoded. From now on this cache uses them too, and they
+        hold up to `longest` positions."""
         if first > self.batch or first + count > self.capacity:
             raise ValueError(
                 f"rows {first} to {first + count - 1} cannot join a cache of {self.batch} rows with room for "
@@ -82,7 +82,7 @@ class KVCache:
         part.lens.zero_()
         return part
 
-    def aside(self) -> "KVCache":
+    def scratch(self) -> "KVCache":
         """An empty cache of one row, of this kind and with as many slots, in memory of its own."""
         return KVCache(len(self.memory), 1, self.slots, *self.shape, like=self.like)
 
@@ -92,18 +92,18 @@ class KVCache:
 
     def hold(self, layers: Sequence[Tensor], length: int) -> None:
         """Let the only row hold `length` tokens, the first of those whose keys and values [2,1,S,K,Dh] these are."""
-        for own, kept in zip(self.layers, layers, strict=True):
-            own[:, :, :length] = kept[:, :, :length]
+        for own, survivors in zip(self.layers, layers, strict=True):
+            own[:, :, :length] = survivors[:, :, :length]
         self.lens.fill_(length)
         self.max_len = length
 
-    def compact(self, kept: Survivors) -> None:
+    def compact(self, survivors: Survivors) -> None:
         """Go on with these rows, none of which is longer than `max_len`, and forget the others."""
         for layer in self.layers:
-            for row, place in kept.moves:  # row by row: on the CPU operators with indices take six times as long
+            for row, place in survivors.moves:  # row by row: on the CPU operators with indices take six times as long
                 layer[:, place, : self.max_len] = layer[:, row, : self.max_len]
-        self.lens[: kept.count] = self.lens[kept.index]
-        self._use(0, kept.count)
+        self.lens[: survivors.count] = self.lens[survivors.index]
+        self._use(0, survivors.count)
 
     def slots_of(self, offsets: Tensor) -> Tensor:
         """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""
@@ -121,7 +121,7 @@ class KVCache:
         return keys.narrow(2, first, count), values.narrow(2, first, count)
 
     def committed(self, row: int) -> list[Tensor]:
-        """All that is kept of a row's committed tokens, which is all that later forwards see of them."""
+        """Return the stored state of a row's committed tokens: all that later forwards see of them."""
         length = int(self.lens[row])
         return [layer[:, row, :length] for layer in self.layers]
 

@@ -249,30 +249,30 @@ def write_folder(
     tensors: dict[str, Tensor],
     acceptance: Acceptance | None = None,
     apart: tuple[str, str] | None = None,
-    beside: Mapping[str, object] | None = None,
+    pickles: Mapping[str, object] | None = None,
 ) -> None:
     """Write config.json and model.safetensors as one folder, whole or not at all, and the drafter's measured acceptance
     with them if there is one. They replace older ones.
 
-    apart: the name of a pickle, and how the names of the tensors begin that go there, if there are any. beside: further
-    pickles by their names; None in the place of one only says that an older one may be replaced.
+    apart: the name of a pickle, and the prefix of the tensors that it holds. pickles: further pickles by their names;
+    None in the place of one only means that an older one may be replaced.
 
     Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
     """
-    (pickle_name, prefix), beside = apart or ("", ""), beside or {}
+    (pickle_name, prefix), pickles = apart or ("", ""), pickles or {}
 
-    def fill(aside: Path) -> None:
+    def fill(staging: Path) -> None:
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         other = {name: held.pop(name) for name in tensors if prefix and name.startswith(prefix)}
-        save_file(held, aside / "model.safetensors")
+        save_file(held, staging / "model.safetensors")
         if other:
-            torch.save(other, aside / pickle_name)
-        for name, content in beside.items():
+            torch.save(other, staging / pickle_name)
+        for name, content in pickles.items():
             if content is not None:
-                torch.save(content, aside / name)
-        (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+                torch.save(content, staging / name)
+        (staging / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if acceptance is not None:
-            (aside / ACCEPTANCE).write_text(acceptance.as_text(), encoding="utf-8")
+            (staging / ACCEPTANCE).write_text(acceptance.as_text(), encoding="utf-8")
 
-    names = ("config.json", "model.safetensors", ACCEPTANCE, *([pickle_name] if apart else []), *beside)
+    names = ("config.json", "model.safetensors", ACCEPTANCE, *([pickle_name] if apart else []), *pickles)
     replace_folder(Path(folder), fill, names, "a drafter")

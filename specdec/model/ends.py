@@ -30,7 +30,7 @@ class TargetEnds(Target):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         self.blocks = nn.ModuleList()
-        self.sizes: dict[int, float] = {}  # hidden state -> its root mean square, from whoever has run the layers
+        self.sizes: dict[int, float] = {}  # hidden state -> its root mean square, set by a caller that ran the layers
 
     def forward(self, *_, **__):
         """Raises ValueError: it cannot run."""
@@ -44,8 +44,8 @@ def every_token(vocab: int) -> Tensor:
 
 @torch.no_grad()
 def state_sizes(target, taps: tuple[int, ...]) -> Tensor:
-    """[len(taps)], the root mean square of these hidden states over `every_token`. Of ends it is what they were told,
-    and 1 before that."""
+    """[len(taps)], the root mean square of these hidden states over `every_token`. A `TargetEnds` returns the sizes
+    that it was given, and 1 without any."""
     if isinstance(target, TargetEnds):
         return torch.tensor([target.sizes.get(tap, 1.0) for tap in taps], device=target.device)
     tokens = every_token(target.vocab).to(target.device)[None]

@@ -22,14 +22,14 @@ class SlotCache(Cache):
         self.visible = min(cache.max_len + offset + n, cache.slots)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
-        """Store keys and values [B,K,N,Dh] behind the committed part; return all visible slots [B,K,visible,Dh]."""
+        """Store keys and values [B,K,N,Dh] after the committed part; return all visible slots [B,K,visible,Dh]."""
         new, place = (key_states, value_states), self.place[layer_idx]
         widest = self.cache.layers[place].shape[-1]
         padded = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2).to(self.slots.device) for x in new)
         self.cache.write(place, self.slots, *padded)
-        kept = self.cache.read(place, 0, self.visible)
+        stored = self.cache.read(place, 0, self.visible)
         # A layer may lie on another device than the cache (`model.hf_place`).
-        return tuple(x.narrow(3, 0, y.shape[-1]).to(y.device) for x, y in zip(kept, new, strict=True))
+        return tuple(x.narrow(3, 0, y.shape[-1]).to(y.device) for x, y in zip(stored, new, strict=True))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.cache.max_len
@@ -63,9 +63,9 @@ class StateView(Cache):
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
         """Keep the last inputs of those before and the new ones [R,C,T]; return all of them."""
-        kept = self.get_conv_state(layer_idx, state_idx)
-        whole = torch.cat([kept, conv_states], -1)
-        self.state[f"convolution {state_idx}"] = whole[..., -kept.shape[-1] :]
+        stored = self.get_conv_state(layer_idx, state_idx)
+        whole = torch.cat([stored, conv_states], -1)
+        self.state[f"convolution {state_idx}"] = whole[..., -stored.shape[-1] :]
         return whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:

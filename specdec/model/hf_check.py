@@ -1,4 +1,4 @@
-"""Is a model of transformers exact behind our cache? It is tried when it is loaded."""
+"""Check that a transformers model is exact with our cache. It is tried when the model is loaded."""
 
 import torch
 
@@ -16,7 +16,7 @@ def check(target) -> None:
     device, family = target.device, target.model.config.model_type
     ids = (torch.arange(16, device=device) * 31 + 7).remainder(target.config.vocab).view(2, 8)
     prompts, nodes, lens = ids[:, :4], ids[:, 4:], torch.tensor([4, 2], device=device)
-    shape, paths, kept = (CHAIN, ([0, 1], [0, 1, 2]), 2) if target.chains_only else (TREE, ([0, 1], [0, 2, 3]), 3)
+    shape, paths, accepted = (CHAIN, ([0, 1], [0, 1, 2]), 2) if target.chains_only else (TREE, ([0, 1], [0, 2, 3]), 3)
     ancestors = torch.tensor(shape, device=device).bool().expand(2, 4, 4)
     depth = ancestors.long().sum(-1) - 1
     path = torch.tensor(paths[1], device=device).expand(2, -1)
@@ -24,9 +24,9 @@ def check(target) -> None:
     target(prompts, cache)
     cache.advance(lens, 4)
     tree, _ = target(nodes, cache, depth=depth, ancestors=ancestors)
-    cache.commit(path, torch.tensor([3, kept], device=device), 7)
+    cache.commit(path, torch.tensor([3, accepted], device=device), 7)
     after, _ = target(prompts[:, :1], cache)
-    for row, (length, count) in enumerate(((4, 3), (2, kept))):
+    for row, (length, count) in enumerate(((4, 3), (2, accepted))):
         prompt = prompts[row, :length]
         short = plain(target, torch.cat([prompt, nodes[row, paths[0]]]))
         whole = plain(target, torch.cat([prompt, nodes[row, path[row]]]))

@@ -12,7 +12,7 @@ from transformers.cache_utils import (
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")
 
 
-# How transformers caches a layer that attends, to all positions or to a window; some are recurrent beside that.
+# Cache layers of transformers that attend, to all positions or to a window; some are recurrent too.
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
 # Layers that do not attend, and their types if they must have one; some versions have no dummies.
 DUMMY = getattr(cache_utils, "DummyLayer", None)

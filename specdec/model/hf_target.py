@@ -56,8 +56,8 @@ class TransformersTarget(nn.Module):
         self.state_budget = self._check()
 
     def _check(self) -> float:
-        """Try whether it is exact; the bytes that states behind each position may take. Modules that start several
-        positions from an empty state, whatever they are given, are run one by one."""
+        """Check that the model is exact. Returns the bytes that states after each position may take. Modules that start
+        several positions from an empty state, whatever they are given, run one position at a time."""
         self.state_budget = 0
         try:
             check(self)
@@ -218,7 +218,7 @@ class TransformersTarget(nn.Module):
         offset: int,
         lengths: Sequence[int] | None,
     ) -> dict:
-        """The model's arguments for n new positions, `offset` slots behind the committed ones. lengths: of prompts."""
+        """The model's arguments for n new positions, `offset` slots after the committed ones. lengths: of prompts."""
         nodes = torch.arange(n, device=cache.lens.device)
         depth = nodes.expand(cache.batch, n) if depth is None else depth
         plan = cache.plan(n, lengths, offset > 0) if self.states else None

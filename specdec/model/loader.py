@@ -182,7 +182,7 @@ def refuse_drafter(config: dict, name: str) -> None:
     named = config.get("architectures")
     for kind in named if isinstance(named, list) else ():
         if isinstance(kind, str) and DRAFTER.search(kind):
-            raise ValueError(f"{name} is a drafter ({kind}), not a target: give it as the draft, beside its target")
+            raise ValueError(f"{name} is a drafter ({kind}), not a target: give it as the draft, with a target")
 
 
 def load_native(

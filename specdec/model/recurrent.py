@@ -1,8 +1,8 @@
-"""The states of recurrent layers: what linear attention, state spaces and convolutions remember of the committed text.
+"""The states of recurrent layers (linear attention, state spaces, convolutions) after the committed text.
 
-Attention forgets a rejected draft by itself, as its slot is overwritten. A recurrent state does not: once a token has
-gone into it, it cannot be taken out. So a forward works on copies and leaves the committed states as they are. It
-leaves a `Window` too, from which `commit` takes the states behind the tokens that were accepted, in one of two ways:
+Attention forgets a rejected draft by itself, as its slot is overwritten. A recurrent state does not: a token cannot be
+removed from it. So a forward works on copies and leaves the committed states as they are. It also leaves a `Window`,
+from which `commit` takes the states after the accepted tokens, in one of two ways:
 
 - a state for each verified position, of which commit takes one by its slot. The layer takes the positions one by one,
   as plain decoding does. Memory: all states of the layer times N.
@@ -23,7 +23,7 @@ from specdec.structs import Survivors
 State = dict[str, Tensor]  # by name, each [R, ...]
 # A layer over T positions from a state, which it may change: (x [R,T,H], state) -> (what it makes of x, state after).
 Run = Callable[[Tensor, State], tuple[Tensor, State]]
-BUDGET = 2**30  # bytes of all windows of a forward: a state for each position is kept if all of them fit into this
+BUDGET = 2**30  # bytes of all windows of a forward: each position's state is stored if all of them fit into this
 MOST_STEPS = 64  # positions that a layer takes one by one; a prompt has more
 
 
@@ -31,7 +31,7 @@ MOST_STEPS = 64  # positions that a layer takes one by one; a prompt has more
 class Plan:
     """How a forward over N positions runs recurrent layers.
 
-    each: keep a state for each position. lengths: of prompts, right-padded; their states are those behind so many
+    each: store a state for each position. lengths: of prompts, right-padded; their states are those after so many
     positions. again: the positions follow those of the last forward, of which nothing was committed."""
 
     each: bool = True
@@ -43,17 +43,17 @@ class Plan:
 class Window:
     """What a forward over N positions made of a layer's state."""
 
-    last: State  # behind all positions, or behind as many of each row as `lengths` says
+    last: State  # after all positions, or after the first `lengths` of each row
     lengths: Sequence[int]
-    states: list[State] | None = None  # behind each position
-    replay: Callable[[Sequence[int], int], State] | None = None  # rows, a number of tokens -> their states behind these
+    states: list[State] | None = None  # after each position
+    replay: Callable[[Sequence[int], int], State] | None = None  # rows, a number of tokens -> their states after these
 
 
 class RecurrentCache:
     """The committed states of one layer."""
 
-    def __init__(self, kept: State):
-        self.kept = kept
+    def __init__(self, tensors: State):
+        self.tensors = tensors
         self.window: Window | None = None
 
     @classmethod
@@ -63,24 +63,24 @@ class RecurrentCache:
 
     def narrow(self, first: int, count: int) -> "RecurrentCache":
         """The same memory for `count` rows from `first` on."""
-        return RecurrentCache({name: x.narrow(0, first, count) for name, x in self.kept.items()})
+        return RecurrentCache({name: x.narrow(0, first, count) for name, x in self.tensors.items()})
 
     def clear(self) -> None:
-        for x in self.kept.values():
+        for x in self.tensors.values():
             x.zero_()
 
-    def compact(self, kept: Survivors) -> None:
-        for x in self.kept.values():
-            for row, place in kept.moves:
+    def compact(self, survivors: Survivors) -> None:
+        for x in self.tensors.values():
+            for row, place in survivors.moves:
                 x[place] = x[row]
 
     def checkpoint(self, again: bool = False, rows: Sequence[int] | None = None) -> State:
-        """A copy of the committed states, or, if `again`, of those behind the last forward, of some rows or all."""
-        state = self.window.last if again else self.kept
+        """Copy the committed states, or, if `again`, those after the last forward, of some rows or all."""
+        state = self.window.last if again else self.tensors
         return {name: x.clone() if rows is None else x[rows] for name, x in state.items()}
 
     def forward(self, run: Run, x: Tensor, plan: Plan) -> Tensor:
-        """Run the layer over x [R,N,H] behind the committed states, and remember what `commit` will ask for."""
+        """Run the layer over x [R,N,H] after the committed states, and store what `commit` needs."""
         rows, n, _ = x.shape
         if plan.lengths is not None:
             return self._ragged(run, x, plan.lengths)
@@ -111,12 +111,12 @@ class RecurrentCache:
         return out
 
     def commit(self, n: Tensor) -> None:
-        """Go on from the states behind the first n [B] positions of the last forward."""
+        """Continue from the states after the first n [B] positions of the last forward."""
         window, self.window = self.window, None
         if window.states is not None:
             rows = torch.arange(len(n), device=n.device)
-            for name, kept in self.kept.items():
-                kept.copy_(torch.stack([kept, *(state[name] for state in window.states)], 1)[rows, n])
+            for name, stored in self.tensors.items():
+                stored.copy_(torch.stack([stored, *(state[name] for state in window.states)], 1)[rows, n])
             return
         counts = n.tolist()
         whole = [row for row, count in enumerate(counts) if count == window.lengths[row]]
@@ -127,7 +127,7 @@ class RecurrentCache:
                 found.append((some, window.replay(some, count)))
         for some, state in found:
             for name, part in state.items():
-                self.kept[name][some] = part
+                self.tensors[name][some] = part
 
 
 class HybridCache(KVCache):
@@ -171,27 +171,27 @@ class HybridCache(KVCache):
             state.clear()
         return part
 
-    def aside(self) -> "HybridCache":
-        shapes = {layer: state.kept for layer, state in self.states.items()}
+    def scratch(self) -> "HybridCache":
+        shapes = {layer: state.tensors for layer, state in self.states.items()}
         return HybridCache(list(self.place), shapes, 1, self.slots, *self.shape, like=self.like, budget=self.budget)
 
     def take(self, other: "HybridCache", length: int) -> None:
         super().take(other, length)
-        for own, kept in zip(self.recurrent.values(), other.recurrent.values(), strict=True):
-            for name, x in own.kept.items():
-                x.copy_(kept.kept[name])
+        for own, source in zip(self.recurrent.values(), other.recurrent.values(), strict=True):
+            for name, x in own.tensors.items():
+                x.copy_(source.tensors[name])
 
-    def compact(self, kept: Survivors) -> None:
+    def compact(self, survivors: Survivors) -> None:
         for state in self.recurrent.values():
-            state.compact(kept)
-        super().compact(kept)
+            state.compact(survivors)
+        super().compact(survivors)
 
     def committed(self, row: int) -> list[Tensor]:
-        states = [part[row] for state in self.recurrent.values() for part in state.kept.values()]
+        states = [part[row] for state in self.recurrent.values() for part in state.tensors.values()]
         return super().committed(row) + states
 
     def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
-        """As `KVCache.commit`; the nodes are those of a chain, so a path is told by its length."""
+        """As `KVCache.commit`. The nodes are those of a chain, so its length determines the path."""
         if self.layers:
             super().commit(path, n, max_len)
         else:

@@ -13,7 +13,7 @@ class Rope:
     """Rotary position embedding of one model: what the checkpoint's config says about it.
 
     `scaling` is 'default', 'linear' (positions divided by `factor`) or 'llama3' (Llama 3.1's frequency-dependent
-    interpolation: long wavelengths divided by `factor`, short ones kept, a ramp between).
+    interpolation: long wavelengths divided by `factor`, short ones unchanged, a ramp between).
     """
 
     theta: float = 10000.0

@@ -24,8 +24,8 @@ def make_norm(size: int, config: ModelConfig) -> RMSNorm:
 
 
 class Block(nn.Module):
-    """A layer. It is bound together with the norm behind it, the next layer's first or the final one: what its MLP adds
-    is added there, in the same pass."""
+    """A layer. It is bound together with the following norm, which is the next layer's first or the final one: the
+    MLP's output is added there, in the same pass."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -145,7 +145,7 @@ class Target(nn.Module):
         return lambda x: torch.tanh(head(x) / cap) * cap
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What the head makes of hidden states behind the final norm: [...,H] -> [...,V]."""
+        """Apply the head to hidden states after the final norm: [...,H] -> [...,V]."""
         return self._bind_head()(hidden)
 
     def bind_logits(self, ids: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -164,7 +164,7 @@ class Target(nn.Module):
         return lambda x: torch.tanh(F.linear(x.to(dtype), weight) / cap) * cap
 
     def final_scale(self) -> Tensor:
-        """Root mean square of a hidden state behind the final norm, as its weights set it."""
+        """Root mean square of a hidden state after the final norm, as its weights set it."""
         return self.norm.gain().square().mean().sqrt()
 
     def final_gain(self) -> Tensor:
@@ -200,13 +200,13 @@ class Target(nn.Module):
         prefill: bool = False,
         offset: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Run tokens [B,N] behind the committed part of the cache, into its scratch slots; commit nothing.
+        """Run tokens [B,N] after the committed part of the cache, in its scratch slots; commit nothing.
 
-        Without a cache the tokens are whole texts from position 0 on, causal, and nothing is kept.
+        Without a cache the tokens are whole texts from position 0 on, causal, and nothing is stored.
 
         depth [B,N]: position of each token relative to the committed length; None for 0..N-1.
         ancestors [B,N,offset+N] bool: which scratch slots each token sees, its own included; None for causal.
-        offset: the tokens take the scratch slots behind so many, which an earlier forward has filled.
+        offset: number of scratch slots before the tokens, which an earlier forward has filled.
         taps: indices into Hugging Face `hidden_states` (0 = embeddings, L = after the final norm).
         last [B]: compute logits at this position of each row only.
         prefill: the rows of the cache are empty, and the tokens are whole prompts, right-padded.

@@ -61,14 +61,14 @@ def _weights(file: Path) -> Path:
 
 
 def _indexed_files(index: Path) -> list[Path]:
-    """The files beside an index that it names."""
+    """Return the files that an index names, in the folder of the index."""
     named = read_json(index).get("weight_map")
     if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
         raise ValueError(f"{index} is no index: weight_map must map names of tensors to names of files")
     names = sorted(set(named.values()))
     for name in names:
         if not name or Path(name).name != name:
-            raise ValueError(f"{index}: weight_map must name files beside it, got {shown(name)}")
+            raise ValueError(f"{index}: weight_map must name files in its own folder, got {shown(name)}")
         if not (index.parent / name).is_file():
             raise ValueError(f"{index.parent} lacks the shard {name} that its index names")
     return [index.parent / name for name in names]

@@ -114,7 +114,7 @@ def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
     b, n, m = ancestors.shape
     slot, end = torch.arange(slots, device=lens.device), lens[:, None]
     committed = (slot < end)[:, None].expand(b, n, slots)
-    scratch = (end + slot[:m]).clamp_(max=slots - 1)  # a row that is finished may lie behind all slots
+    scratch = (end + slot[:m]).clamp_(max=slots - 1)  # a finished row may lie after all slots
     return committed.scatter(2, scratch[:, None].expand(b, n, m), ancestors)
 
 
@@ -124,13 +124,13 @@ def causal_mask(lens: Tensor, nodes: Tensor, slots: int) -> Tensor:
 
 
 def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
-    """Key slot s is at most window - 1 positions behind node i: lens [B], depth [B,N] -> [B,N,slots] bool.
+    """Key slot s is at most window - 1 positions before node i: lens [B], depth [B,N] -> [B,N,slots] bool.
 
     A committed slot holds its own position, node j's slot the position lens + depth[j].
     """
     offset = torch.arange(slots, device=lens.device) - lens[:, None]  # [B,S]
-    behind = depth.gather(1, offset.clamp(0, depth.shape[1] - 1))
-    position = torch.where(offset < 0, offset, behind)  # counted from lens
+    tree_depth = depth.gather(1, offset.clamp(0, depth.shape[1] - 1))
+    position = torch.where(offset < 0, offset, tree_depth)  # counted from lens
     return position[:, None] > depth[..., None] - window
 
 

@@ -1,4 +1,4 @@
-"""Linear layers of few rows on the CPU, with weights packed once into faster layouts beside the parameters themselves.
+"""Linear layers of few rows on the CPU, with weights packed once into faster layouts in addition to the parameters.
 
 A round multiplies 1 to 60 rows, a token or a tree, with every weight of the target. Its time is the time of reading
 these weights. There are five ways, tried in this order (docs/log.md has their times).
@@ -13,12 +13,12 @@ these weights. There are five ways, tried in this order (docs/log.md has their t
 - Our own product takes weights in fp32 too.
 - A single row of fp32 is multiplied with blocks of the weight as a batch.
 
-In all ways but the last, a row of the result has the same bits whatever rows are beside it; in oneDNN's not that of a
-single row, and in FBGEMM's, with AVX2, not those of one row and of two. No other product of torch promises that.
+In all ways but the last, a row's result has the same bits whatever other rows are in the batch. Exceptions: in oneDNN a
+single row differs, and in FBGEMM with AVX2 one row and two rows do. No other product of torch promises that.
 
 A drafter need not be exact, so its weights may be rounded to int8, a scale for each of their rows. Our own product
-then reads half as many bytes again (`int8.h`). Where it is not at hand FBGEMM multiplies with the large ones. That
-rounds the rows to 8 bits of the range of all of them: what a row gives depends a little on those beside it.
+then reads half as many bytes again (`int8.h`). Where it is not available FBGEMM multiplies with the large ones. It
+rounds the rows to 8 bits of the range of all of them, so a row's result depends a little on the other rows.
 """
 
 import math
@@ -52,7 +52,7 @@ class RowsWeight(NamedTuple):
     """A weight of fp32 values, packed for `rows.cpp` in bf16 or fp32, or rounded to int8."""
 
     # [groups, in / n, outputs of a group, n], n 2 in bf16 and int8; the last UNIT is filled up with zeros. In int8 the
-    # outputs' scales lie behind the inputs, as bytes: [groups, in / 2 + SCALES, UNIT, 2].
+    # outputs' scales follow the inputs, as bytes: [groups, in / 2 + SCALES, UNIT, 2].
     packed: Tensor
     size: int  # outputs
 
@@ -230,11 +230,11 @@ def pack_fp32(weight: Tensor) -> RowsWeight | None:
     return _pack_rows(weight, 1) if weight.dtype == torch.float32 and native.has_rows() else None
 
 
-def _pack_rows(weight: Tensor, beside: int) -> RowsWeight:
-    """beside: how many inputs of an output lie side by side."""
+def _pack_rows(weight: Tensor, lanes: int) -> RowsWeight:
+    """lanes: inputs of an output that lie side by side."""
     size, inputs = weight.shape
     filled = F.pad(weight, (0, 0, 0, -size % UNIT))
-    groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, beside), inputs // beside, beside)
+    groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, lanes), inputs // lanes, lanes)
     return RowsWeight(groups.transpose(1, 2).contiguous(), size)
 
 

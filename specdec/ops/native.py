@@ -3,7 +3,7 @@
 `cpu/rows.cpp` has operators of our own in fp32, for processors with AVX2 or AVX-512, products with AMX too. Its table
 `TORCH_LIBRARY(specdec_rows, m)` lists them. `cpu/native.cpp` has products with weights that FBGEMM and oneDNN have
 packed as operators over tensors. Those libraries take a packed weight as an object of their own kind, and Inductor's
-graphs hold none of those. So the object lies behind a tensor, its handle.
+graphs cannot hold such objects. So each packed weight is passed as a tensor, its handle.
 """
 
 import functools
@@ -107,12 +107,12 @@ def _followed(tokens: Tensor, parents: Tensor, drawn: Tensor, steps: int) -> tup
 
 
 def _library(source: str, how: tuple[str, ...]) -> Path:
-    """The library of a source, compiled unless it is kept."""
+    """Return the library of a source, compiled unless it is cached."""
     text = b"".join(path.read_bytes() for path in (FOLDER / source, *sorted(FOLDER.glob("*.h"))))
     key = hashlib.sha256(b" ".join([text, *map(str.encode, (torch.__version__, *how, features()))])).hexdigest()[:16]
     library = kept_folder("compiled") / f"{Path(source).stem}-{key}.so"
     if not library.is_file():
-        if sys.stderr.isatty():  # whoever waits at a terminal is told why
+        if sys.stderr.isatty():  # explains the wait to an interactive user
             print(f"note: compiling {source} for this processor, once, about 10 s", file=sys.stderr)
         keep(library, lambda library: _compile(FOLDER / source, how, library))
     return library

@@ -51,7 +51,7 @@ def reference(weight: Tensor, eps: float, offset: bool = False) -> Callable[[Ten
     """Return the norm in torch's operators."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     device, share = weight.device, 1 / len(weight)
-    # On a GPU it is filled there, each time: a copy would synchronise, and a kept one might belong to a CUDA graph.
+    # On a GPU it is filled there, each time: a copy would synchronise, and a cached one might belong to a CUDA graph.
     epsilon = _constant(eps, wide) if device.type == "cpu" else torch.full((), eps, dtype=wide, device=device)
 
     def normalise(x: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def reference(weight: Tensor, eps: float, offset: bool = False) -> Callable[[Ten
 
 @functools.cache
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    """A scalar tensor on the CPU, made once: also for autograd, whoever asks first."""
+    """A scalar tensor on the CPU, made once and usable by autograd, even if first asked for in inference mode."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype)
 

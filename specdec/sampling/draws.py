@@ -22,8 +22,8 @@ def draw(probs: Tensor, gumbel: Tensor) -> Tensor:
 def sample(
     logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None, depth: Tensor | None = None
 ) -> Tensor:
-    """The token behind each node: logits [B,N,V] of nodes of depth [B,N] -> [B,N] int64. Without depth, one node of
-    each depth. noise: not needed at temperature 0."""
+    """Draw the token after each node: logits [B,N,V] of nodes of depth [B,N] -> [B,N] int64. Without depth, there is
+    one node of each depth. noise: not needed at temperature 0."""
     if isinstance(sampling, Sampling) and sampling.greedy:
         return first_largest(logits)
     shared = isinstance(sampling, Sampling) and sampling.active <= IN_KERNEL

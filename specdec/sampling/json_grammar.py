@@ -65,7 +65,7 @@ class Grammars:
     def __init__(self, tokenizer, vocab: int, ends: frozenset[int]):
         """tokenizer: of transformers, a fast one. vocab: V, of the logits. ends: the tokens that end a text.
 
-        ValueError if llguidance is not installed, or such texts cannot be told from others."""
+        ValueError if llguidance is not installed or refuses the tokenizer, or if no token ends a text."""
         if find_spec("llguidance") is None:
             raise ValueError("a grammar needs llguidance, which is not installed: pip install '.[structured]'")
         if tokenizer is None or not ends:

@@ -88,13 +88,13 @@ class Noise:
         self.rows = mix64(mix64(numbers[:, 0]) + (numbers[:, 1] + 1) * signed(GOLDEN))  # [B]
         self.hashes = hashes
 
-    def behind(self, root: Tensor, depths: int = 1) -> "RoundNoise":
+    def after(self, root: Tensor, depths: int = 1) -> "RoundNoise":
         """root [B]: the position of the first token that is drawn, less one. depths: how many positions follow it."""
         return RoundNoise(self, root, depths)
 
 
 class RoundNoise:
-    """The noise of the D' positions behind the roots of a round. Depth d is that of a node whose next token it draws:
+    """The noise of the D' positions after the roots of a round. Depth d is that of a node whose next token it draws:
     for the root 0, and position root + 1."""
 
     def __init__(self, noise: Noise, root: Tensor, depths: int):

@@ -49,11 +49,11 @@ class Penalties:
         self.counts.scatter_add_(1, tokens, emitted.to(self.counts.dtype))
 
     def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
-        """logits [B,N,V] -> the same in fp32, penalised. Node i of the tree, whose root is output already, is held to
-        what is output and to the tokens on its path behind the root; without a tree all N to what is output.
+        """Penalise logits [B,N,V]; returns fp32. The counts of node i of the tree are those of the output, which
+        includes the root, and of the tokens on its path after the root. Without a tree all N have the output's counts.
 
-        No count for each node and token of the vocabulary is kept: what is output is taken off all nodes alike, and
-        the few tokens of the tree are then written anew with their counts on each path."""
+        No count for each node and token of the vocabulary is stored: the output's counts are subtracted from all nodes
+        alike, and the few tokens of the tree are then written again with their counts on each path."""
         logits = logits.float()
         penalised = self._penalise(logits, self.prompt[:, None], self.counts[:, None])
         if tree is None:

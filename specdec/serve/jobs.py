@@ -25,15 +25,14 @@ class Delta:
     finish: str | None = None
     error: str = ""
     status: int = 500
-    drafted: int = 0  # nodes of the step's tree, the root aside
+    drafted: int = 0  # nodes of the step's tree without the root
     accepted: int = 0  # how many of the tokens were drafted
     text: str = ""  # of the tokens: `Choice.take` adds it
 
 
 @dataclass(eq=False)
 class Job:
-    """A sequence that is asked for, as `Engine.add` takes it, and who is told of it. `tell` gets every `Delta`, in
-    order."""
+    """A requested sequence, with the arguments of `Engine.add`. `tell` gets every `Delta`, in order."""
 
     prompt: list[int]
     tell: Callable[[Delta], None]
@@ -51,7 +50,7 @@ class Job:
     request: object = None  # the same for all jobs that were submitted together
     unwanted: bool = False
     arrived: float = 0.0
-    heard: float = 0.0  # when it was told of tokens last
+    heard: float = 0.0  # when its last tokens were reported
 
     @property
     def how(self) -> dict[str, Any]:

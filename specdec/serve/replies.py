@@ -93,7 +93,7 @@ def speculation(choice: Choice, most: int, detailed: bool) -> dict:
         str(n): _histogram([a for a, d in zip(accepted, drafted, strict=True) if d == n], n + 1)
         for n in sorted(set(drafted))
     }
-    told = {
+    described = {
         "mean_acceptance_length": 1 + sum(accepted) / steps if steps else None,
         "draft_acceptance_rate": sum(accepted) / sum(drafted) if steps else None,
         "acceptance_histogram": _histogram(accepted, length),
@@ -103,7 +103,7 @@ def speculation(choice: Choice, most: int, detailed: bool) -> dict:
         "num_draft_tokens": sum(drafted),
         "num_spec_tokens": most,
     }
-    return told | ({"per_step_accepted": accepted, "per_step_drafted": drafted} if detailed else {})
+    return described | ({"per_step_accepted": accepted, "per_step_drafted": drafted} if detailed else {})
 
 
 def _histogram(values: list[int], length: int) -> list[int]:
@@ -121,7 +121,7 @@ class Reply:
     choices: list[Choice]
     prompt_tokens: int
     token_ids: bool = False  # tell the ids of tokens, as vLLM does
-    acceptance: str = "none"  # told with the usage: 'summary', 'detailed'
+    acceptance: str = "none"  # reported with the usage: 'summary', 'detailed'
     drafts: int = 0  # nodes that a round can draft
     prompt_details: bool = False  # the usage tells how many tokens of the prompts were not read again
     object: ClassVar[str]
@@ -144,11 +144,11 @@ class Reply:
         return self._json(self.object, choices) | {"usage": self.usage()} | self.metrics()
 
     def metrics(self) -> dict:
-        """What is told beside the usage, of a response of one text, as vLLM does."""
+        """The metrics of a response of one text, next to its usage, as in vLLM."""
         if self.acceptance == "none" or len(self.choices) > 1:
             return {}
-        told = speculation(self.choices[0], self.drafts, self.acceptance == "detailed")
-        return {"metrics": {"speculative_decoding": told}}
+        described = speculation(self.choices[0], self.drafts, self.acceptance == "detailed")
+        return {"metrics": {"speculative_decoding": described}}
 
     def chunk(self, choice: Choice, piece: Delta, usage: bool = False) -> dict:
         """A chunk of a stream. usage: tell what was used so far."""
@@ -194,11 +194,11 @@ def _entry(choice: Choice, token: int, logprob: float) -> dict:
 
 def _by_text(choice: Choice, tokens: list[tuple[int, float]]) -> dict[str, float]:
     """Return log-probabilities by text, in this order; a second token of the same text is named by its id."""
-    told: dict[str, float] = {}
+    described: dict[str, float] = {}
     for token, logprob in dict(tokens).items():
         text = choice.vocabulary.text_of(token)
-        told[f"token_id:{token}" if text in told else text] = logprob
-    return told
+        described[f"token_id:{token}" if text in described else text] = logprob
+    return described
 
 
 class CompletionReply(Reply):

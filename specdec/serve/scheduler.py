@@ -1,8 +1,8 @@
 """Continuous batching: one thread owns an engine, and lets jobs join and leave it between rounds.
 
 Jobs come from any thread by a queue. As rows become free, requests take turns, first come first served, each with one
-of its jobs. What a job is told comes from the thread of the engine. A job's tokens are those that it has alone, as a
-row draws by its own seed: nothing here can change them.
+of its jobs. The engine's thread reports to jobs. A job's tokens do not depend on other jobs, as each row draws by its
+own seed.
 """
 
 import logging
@@ -42,8 +42,8 @@ class Scheduler:
         """rows: jobs at a time. room: tokens of the longest text, its prompt included. queue: jobs that may wait for a
         row. prefill_chunk: tokens of prompts that are read between two rounds: short ones together, padding counted,
         and of a longer one a part; None: by the device.
-        max_seconds: after which a job ends with an error, wherever it is. model: its name in metrics. observer: is told
-        of every step.
+        max_seconds: after which a job ends with an error, wherever it is. model: its name in metrics. observer: called
+        with every step.
 
         ValueError if the engine cannot hold that many."""
         self.engine, self.rows, self.queue_limit = engine, rows, queue
@@ -65,7 +65,7 @@ class Scheduler:
         self.running: dict[Sequence, Job] = {}
         self.served: object = None  # the request that got a row last
         self.prefilled = False  # the last step was a prefill
-        self.rests = True  # the engine has nothing left to do, and has dropped what it kept of rows that have ended
+        self.rests = True  # the engine has nothing left to do, and has dropped the state of finished rows
         self.since: float | None = None  # when the last step ended, if nobody had to be waited for since
         self.deadline: float | None = None  # when closed: until then, what runs may run
         self.broken = ""  # why nothing can be decoded any more
@@ -95,15 +95,15 @@ class Scheduler:
             self.changed.notify()
 
     def cancel(self, jobs: abc.Sequence[Job]) -> None:
-        """Nobody wants these any more: each ends with the step in flight, told 'abort', unless it has ended."""
+        """Abort jobs: each ends with the step in flight and the reason 'abort', unless it has ended."""
         with self.changed:
             for job in jobs:
                 job.unwanted = True
             self.changed.notify()
 
     def close(self, grace: float = 0.0) -> None:
-        """Take no more jobs, and end those that wait. Those that run may do so for `grace` more seconds. This does not
-        wait for them: `join` does. Whoever closes twice may shorten the grace."""
+        """Accept no more jobs, and end those that wait. Running jobs have `grace` seconds to finish. This does not wait
+        for them: `join` does. A second call may shorten the grace."""
         with self.changed:
             deadline = time.perf_counter() + grace
             self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
@@ -169,8 +169,8 @@ class Scheduler:
             self.engine.adaptive.took(self.since - before)
 
     def _take_leaving(self) -> list[tuple[Job, str, int]]:
-        """End the jobs that end here, each with why, and the HTTP status, if that is news to whoever asked for it.
-        Called with the lock held."""
+        """Remove the jobs that end now. Returns each with the error message and HTTP status for its client; the message
+        is empty if the client cancelled it. Called with the lock held."""
         now, everyone = time.perf_counter(), [*self.queue, *self.running.values()]
         leaving = [(job, "", 499) for job in everyone if job.unwanted]
         if self.max_seconds is not None:
@@ -223,13 +223,13 @@ class Scheduler:
         with metrics.lock:
             drafts = drafted_of(report, self.steps)
             count(metrics, report, [row in self.running for row in report.rows], drafts, self.engine.prefixes)
-            told = zip(report.rows, report.emitted, report.accepted, drafts, strict=True)
-            for sequence, tokens, accepted, drafted in told:
+            progress = zip(report.rows, report.emitted, report.accepted, drafts, strict=True)
+            for sequence, tokens, accepted, drafted in progress:
                 job = self.running.get(sequence)
                 if job is None:  # ended before, its row not yet dropped
                     continue
-                behind = len(sequence.tokens) - len(tokens)
-                logprobs, likely = sequence.logprobs and sequence.logprobs[behind:], sequence.likely[behind:]
+                first = len(sequence.tokens) - len(tokens)
+                logprobs, likely = sequence.logprobs and sequence.logprobs[first:], sequence.likely[first:]
                 delta = Delta(job, tokens, logprobs, likely, sequence.finish, drafted=drafted, accepted=accepted)
                 deltas.append(delta)
                 since, name = (job.heard, "inter_token_latency") if job.heard else (job.arrived, "time_to_first_token")

@@ -1,4 +1,4 @@
-"""The command `specdec serve`: a target and a drafter behind OpenAI's interface."""
+"""The command `specdec serve`: an HTTP server for a target and a drafter, with OpenAI's interface."""
 
 import argparse
 import os
@@ -49,13 +49,13 @@ def parser() -> argparse.ArgumentParser:
     server.add_argument("--cors-origins", metavar="URLS", help="web pages that may call, commas between, or *")
     server.add_argument("--served-model-name", metavar="NAME", help="(default: the target's name)")
     server.add_argument("--grace", type=float, default=30.0, help="seconds to finish in when stopped (default 30)")
-    told = p.add_argument_group("what is told")
-    told.add_argument("--stream-interval", type=int, help="tokens of a stream's event (default: those of a step)")
-    told.add_argument("--per-request-spec-decode-metrics", choices=ACCEPTANCE, default="none", metavar="HOW",
+    reporting = p.add_argument_group("reporting")
+    reporting.add_argument("--stream-interval", type=int, help="tokens of a stream's event (default: those of a step)")
+    reporting.add_argument("--per-request-spec-decode-metrics", choices=ACCEPTANCE, default="none", metavar="HOW",
                       help="none (default), summary, detailed: acceptance in responses")  # fmt: skip
-    told.add_argument("--enable-prompt-tokens-details", action="store_true",
+    reporting.add_argument("--enable-prompt-tokens-details", action="store_true",
                       help="how many tokens of a prompt were not read again, in its usage")  # fmt: skip
-    told.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace (docs/trace.md) when stopped")
+    reporting.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace (docs/trace.md) when stopped")
     limits = p.add_argument_group("limits")
     limits.add_argument("--batch-size", type=int, default=8, help="sequences decoded together (default 8)")
     limits.add_argument("--room", type=int, help=f"tokens of a text, prompt included (default: the context, {ROOM})")
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add_flags(model, ModelSettings, *ONE_PROCESS)
     model.add_argument("--no-draft", action="store_true", help="decode plainly")
     model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
-    model.add_argument("--compile", action="store_true", help="compile the rounds: once, and kept (docs/compile.md)")
+    model.add_argument("--compile", action="store_true", help="compile the rounds and cache them (docs/compile.md)")
     tree = p.add_argument_group("draft tree")
     add_flags(tree, TreeSettings)
     tree.add_argument("--adaptive", metavar="NAME", help=HELP)
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
         service, recorder = apart(make_models, args)
         hosts = hosts_of(args)
         app = make_app(service, key, hosts, (args.cors_origins or "").split(","))
-        listener.listen()  # whoever reads the next line may connect
+        listener.listen()  # before the address is printed, so that a client that reads it can connect
         host, port = listener.getsockname()[:2]
         print(f"{service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
         serve(app, listener, service.scheduler, args.grace)
@@ -263,8 +263,8 @@ def closing_protocol() -> type:
 
 
 def serve(app, listener: socket.socket, scheduler: "Scheduler", grace: float) -> None:
-    """Serve until SIGINT or SIGTERM. Then nothing is taken any more, what runs may end within `grace` seconds, and what
-    does not is told. A second signal ends that too."""
+    """Serve until SIGINT or SIGTERM. Then the server accepts no more requests, and running ones have `grace` seconds to
+    finish; the rest end with an error. A second signal ends these at once."""
     import uvicorn
 
     how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": grace + 1}

@@ -1,4 +1,4 @@
-"""Between requests and jobs: prompts to ids, limits, choices, and what is told of the model."""
+"""Turns requests into jobs: prompts to ids, limits and choices. It also describes the model."""
 
 import secrets
 import time
@@ -21,7 +21,7 @@ from specdec.vocabulary import vocabulary_of
 
 @dataclass(frozen=True)
 class Limits:
-    """What a request may not exceed, beside the room of a text."""
+    """Limits of a request, in addition to the room of a text."""
 
     body_bytes: int = 4 << 20
     choices: int = 16  # texts of a response: prompts times n
@@ -69,7 +69,7 @@ class Service:
 
     def prepare(self, ask: Ask, grammar: Grammar | None, tell: Callable[[Delta], None]) -> Reply:
         """The reply to a request, with a job for each choice, which nobody has submitted yet. grammar: of all texts.
-        tell: is told of every delta. `Refusal` for what is not served."""
+        tell: called with every delta. `Refusal` for what is not served."""
         self.check_model(ask.model)
         prompts = self._prompts(ask)
         if len(prompts) * ask.n > self.limits.choices:
@@ -85,8 +85,8 @@ class Service:
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
         who = f"{name}-{secrets.token_hex(12)}", self.model, int(time.time())
-        told = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1, self.prompt_details
-        return kind(*who, choices, used, *told)
+        reported = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1, self.prompt_details
+        return kind(*who, choices, used, *reported)
 
     def grammar_of(self, ask: Ask) -> Grammar | None:
         """The grammar of all texts of a request; None for any text. `Refusal` for a form that is not implemented."""

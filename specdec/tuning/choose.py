@@ -1,6 +1,6 @@
-"""The tree that is fastest here, or none: from the drafter's measured acceptance and from what rounds cost.
+"""Choose the fastest tree, or none: from the drafter's measured acceptance and the costs of rounds.
 
-`acceptance.json` beside a drafter says what every static tree would have had accepted (`specdec.acceptance`). First a
+A drafter's `acceptance.json` gives the acceptance that every static tree would have had (`specdec.acceptance`). First a
 few trees of different sizes and plain decoding are timed, and the costs of all other trees follow (`Costs`). Then those
 that are predicted best are timed too. At last the `LAST` fastest of all that were timed take more turns with plain
 decoding. The fastest of them is taken, and none unless it is faster than plain decoding by `MARGIN`. A machine may be
@@ -59,7 +59,7 @@ class Choice:
     plain_tokens_per_second: float  # of a row
     best: str = ""  # the best tree, where plain decoding was chosen
     best_speedup: float = 1.0
-    busy: bool = False  # other programs disturbed the timing; such a choice is not kept
+    busy: bool = False  # other programs disturbed the timing; such a choice is not cached
 
     def __str__(self) -> str:
         plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
@@ -69,7 +69,7 @@ class Choice:
         else:
             tree = f"static {shape_of(self.tree)} ({self.tree})" if self.tree.fixed else self.tree
             what = f"tree: {tree}, the fastest here: tau {self.tau:.2f}, {self.speedup:.2f} times {plain} expected"
-        return what + ("; the machine was busy, so this is rough and not kept" if self.busy else "")
+        return what + ("; the machine was busy, so this is rough and not cached" if self.busy else "")
 
 
 Timer = Callable[[Tree | None, int], Seconds]  # a tree (None: plain) and a number of rounds -> means of a round
@@ -84,7 +84,7 @@ def choose_tree(
     compile: bool = False,
     recalibrate: bool = False,
 ) -> Choice:
-    """The fastest tree for `batch` rows at this temperature, measured now or read where it was kept. compile: of
+    """Return the fastest tree for `batch` rows at this temperature, measured now or read from the cache. compile: for
     compiled rounds.
 
     Raises ValueError for a drafter without measured acceptance, and where rounds cannot be compiled."""
@@ -97,12 +97,12 @@ def choose_tree(
     how = {"batch": batch, "temperature": temperature, "compile": compile, "acceptance": acceptance.as_text()}
     place = cached(identity(target, drafter, **how))
 
-    def read(kept: dict) -> Choice:
-        tree = kept["choice"]["tree"]
-        return Choice(**kept["choice"] | {"tree": tree and parse_tree(tree)})
+    def read(stored: dict) -> Choice:
+        tree = stored["choice"]["tree"]
+        return Choice(**stored["choice"] | {"tree": tree and parse_tree(tree)})
 
-    if not recalibrate and (kept := place.read(read)) is not None:
-        return kept
+    if not recalibrate and (stored := place.read(read)) is not None:
+        return stored
 
     def timer(compile: bool) -> Timer:
         own = TreeTimer(target, drafter, Sampling(temperature), abstain=False, compile=compile)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from specdec import __version__
-from specdec.cli.files import Kept
+from specdec.cli.files import CachedJson
 from specdec.cli.revision import code_digest
 from specdec.contracts import TreePolicy
 from specdec.machine import machine
@@ -75,13 +75,13 @@ class _Fit:
         seconds = np.array([s for *_, s in points])
         scale = np.maximum(seconds, 1e-6 * seconds.max() or 1.0)  # a part may take no time at all
         rows = np.array([features(*at) for *at, _ in points], dtype=float) / scale[:, None]
-        kept = rows.any(0)
+        used = rows.any(0)
         while True:
-            self.weights = np.zeros(len(kept))
-            self.weights[kept] = np.linalg.lstsq(rows[:, kept], seconds / scale, rcond=None)[0]
+            self.weights = np.zeros(len(used))
+            self.weights[used] = np.linalg.lstsq(rows[:, used], seconds / scale, rcond=None)[0]
             if self.weights.min() >= 0:
                 break
-            kept &= self.weights > 0
+            used &= self.weights > 0
 
     def __call__(self, *at) -> np.ndarray:
         return sum(weight * np.asarray(value) for weight, value in zip(self.weights, self.features(*at), strict=True))
@@ -178,9 +178,9 @@ def identity(target, drafter, **what) -> dict:
     } | what
 
 
-def cached(who: Mapping) -> Kept:
+def cached(who: Mapping) -> CachedJson:
     """Return the place in the user's cache folder for what was measured under an identity."""
-    return Kept("tuning", who)
+    return CachedJson("tuning", who)
 
 
 def cached_costs(who: Mapping, measure: Callable[[], tuple[Costs, bool]], anew: bool = False) -> Costs:
@@ -192,11 +192,11 @@ def cached_costs(who: Mapping, measure: Callable[[], tuple[Costs, bool]], anew: 
     """
     place = cached(who)
 
-    def read(kept: dict) -> Costs:
-        return Costs([Point(Kind(*kind), *rest) for kind, *rest in kept["points"]], kept["padded"])
+    def read(used: dict) -> Costs:
+        return Costs([Point(Kind(*kind), *rest) for kind, *rest in used["points"]], used["padded"])
 
-    if not anew and (kept := place.read(read)) is not None:
-        return kept
+    if not anew and (used := place.read(read)) is not None:
+        return used
     costs, keep = measure()
     if keep:
         place.write({"points": costs.points, "padded": costs.padded})

@@ -1,4 +1,4 @@
-"""How likely a drafted node is accepted where its parent was, told before the target has answered.
+"""Estimates of how likely a drafted node is accepted if its parent is, made before the target has run.
 
 What they learn from is censored: of a round only the children of accepted nodes are known to be right or wrong.
 """
@@ -8,7 +8,7 @@ import numpy as np
 from specdec.engine.adaptive import Draft, Outcome
 
 SOON, EVERY = 32, 256  # observations before the first fit, which follow each other the more seldom, and between two
-KEPT = 4000  # observations that are kept
+WINDOW = 4000  # observations that a fit uses, the latest ones
 RIDGE = 4.0  # observations that the wish for slope 1 and intercepts 0 counts
 ROUNDS = 4  # of Newton's method
 LEAST, MOST = 1e-4, 1 - 1e-4
@@ -22,7 +22,7 @@ class Estimator:
         raise NotImplementedError
 
     def learn(self, outcome: Outcome) -> None:
-        """Is told of every round that was cut by these estimates."""
+        """Update the estimates with a round that was cut by them."""
 
     def survival(self, draft: Draft) -> np.ndarray:
         """[B,N] the probability that all nodes from the root to this one are accepted. It falls along every path."""
@@ -31,7 +31,7 @@ class Estimator:
         return np.exp((draft.ancestors * logs[:, None]).sum(-1))
 
 
-class Told(Estimator):
+class DraftProbability(Estimator):
     """The drafter's own probability."""
 
     def edges(self, draft: Draft) -> np.ndarray:
@@ -43,16 +43,16 @@ class Calibrated(Estimator):
     fitted online by Newton's method with a ridge (as vLLM's adaptive verification)."""
 
     def __init__(self, levels: int):
-        self.weights = np.zeros(levels + 1)  # intercepts, and the slope behind them
+        self.weights = np.zeros(levels + 1)  # the intercepts, then the slope
         self.weights[-1] = 1.0
         self.start = self.weights.copy()
         self.features = np.empty((0, levels + 1))
         self.labels = np.empty(0)
-        self.seen: list[tuple[np.ndarray, np.ndarray]] = []  # features and labels behind these
+        self.seen: list[tuple[np.ndarray, np.ndarray]] = []  # features and labels since the last fit
         self.since = 0  # observations among the seen
 
     def feature(self, draft: Draft) -> np.ndarray:
-        """[B,N] what a node's probability follows from, beside its level."""
+        """[B,N], the feature of each node, in addition to its level."""
         p = np.clip(np.exp(draft.edges), LEAST, MOST)
         return np.log(p / (1 - p))
 
@@ -74,8 +74,8 @@ class Calibrated(Estimator):
 
     def fit(self) -> None:
         features, labels = zip(*self.seen, strict=True)
-        self.features = np.concatenate([self.features, *features])[-KEPT:]
-        self.labels = np.concatenate([self.labels, *labels])[-KEPT:]
+        self.features = np.concatenate([self.features, *features])[-WINDOW:]
+        self.labels = np.concatenate([self.labels, *labels])[-WINDOW:]
         self.seen, self.since = [], 0
         x, w, ridge = self.features, self.weights, RIDGE * np.eye(len(self.weights))
         for _ in range(ROUNDS):
@@ -108,7 +108,7 @@ class Confident(Estimator):
         return np.concatenate([np.ones((len(draft.edges), 1)), _sigmoid(draft.confidence)], 1)[:, : draft.nodes]
 
 
-ESTIMATORS = {"told": Told, "calibrated": Calibrated, "margin": Margin, "confidence": Confident}
+ESTIMATORS = {"told": DraftProbability, "calibrated": Calibrated, "margin": Margin, "confidence": Confident}
 
 
 def make_estimator(name: str, levels: int) -> Estimator:
@@ -124,7 +124,7 @@ def observed(outcome: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     is known of the other nodes."""
     draft, path = outcome.draft, outcome.path
     on_path = np.zeros(draft.edges.shape, dtype=bool)
-    np.put_along_axis(on_path, path, True, 1)  # the root too, as entries behind the accepted are 0
+    np.put_along_axis(on_path, path, True, 1)  # the root too, as paths are padded with 0
     known = np.take_along_axis(on_path, draft.parents, 1) & draft.live[:, None]
     known[:, 0] = False
     rows, nodes = known.nonzero()

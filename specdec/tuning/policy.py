@@ -27,8 +27,8 @@ BLOCK = 16
 SETTLE = 4  # rounds after a change that tell nothing of their kind: the drafter absorbs what plain rounds left
 NOISE = 0.1  # share by which a block on a shared machine differs from the next block, whatever it plays
 SHARE = 0.01  # of the time goes into tries at most: a fifth of the 5 % that a policy may lose to the best fixed choice
-KEPT = 16  # blocks of evidence at most: NOISE / 4, below which two arms are equal
-OLD = 1 / (2 * KEPT)  # share of the evidence that a block of another arm takes, which halves it in 22 blocks
+MOST_BLOCKS = 16  # of evidence at most: NOISE / 4, below which two arms are equal
+OLD = 1 / (2 * MOST_BLOCKS)  # share of the evidence that a block of another arm takes, which halves it in 22 blocks
 WEIGHT = 20.0  # rows that the prior of an acceptance rate counts: a standard error of 0.11 at most
 MEMORY = 0.98  # share of an observation that is left after a round that observed its level: an answer of 50 rounds
 RETURN = 0.998  # the same after a round that did not observe it: ten answers
@@ -57,9 +57,9 @@ class Rates:
                 trials[level] += 1
         left, self.missed = RETURN**self.missed, 0
         for level, seen in enumerate(trials):
-            kept = left * (MEMORY if seen else RETURN)
-            self.hits[level] = kept * self.hits[level] + hits[level]
-            self.trials[level] = kept * self.trials[level] + seen
+            memory = left * (MEMORY if seen else RETURN)
+            self.hits[level] = memory * self.hits[level] + hits[level]
+            self.trials[level] = memory * self.trials[level] + seen
 
     def tokens(self, errors: float = 0.0) -> np.ndarray:
         """Return the tokens that a round is expected to emit by levels [D+1]. errors: standard errors added to each
@@ -256,7 +256,7 @@ class Bandit(Policy):
         load, levels = self.loads[self.kind[0]], self.kind[1]
         if self.fresh or not load.evidence[levels]:
             load.evidence *= (1 - OLD) ** weight
-            load.evidence[levels] = min(load.evidence[levels] + weight, KEPT)
+            load.evidence[levels] = min(load.evidence[levels] + weight, MOST_BLOCKS)
             found = taken / self.speed - own
             load.excess[levels] += (found - load.excess[levels]) * weight / load.evidence[levels]
         else:

@@ -82,13 +82,13 @@ class Survival(Bandit):
         self._expect(draft, survival, tokens, whole)
         own = self._by_nodes(rows, draft.levels)
         seconds = np.maximum(own + self._excess()[draft.levels], own / 10)
-        kept, speed = (self._levels if draft.drawn else self._width)(draft, survival, tokens, seconds)
+        nodes, speed = (self._levels if draft.drawn else self._width)(draft, survival, tokens, seconds)
         self.saved += (seconds[draft.nodes] - tokens[-1] / speed - self.saved) / BLOCK
         if whole or self.drafts % WHOLE == 0:
-            kept = None
-        verified = survival if kept is None else np.take_along_axis(survival, kept, 1)
+            nodes = None
+        verified = survival if nodes is None else np.take_along_axis(survival, nodes, 1)
         self.hope = float(verified[draft.live].sum(1).mean()) - 1
-        return kept
+        return nodes
 
     def _expect(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, every: bool) -> None:
         """Average what the best nodes of trees of this depth are expected to give. every: of all smaller depths too, as
@@ -106,8 +106,8 @@ class Survival(Bandit):
 
     @staticmethod
     def _width(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """The best nodes of every row, as many as give the most tokens a second. tokens [N], seconds [N+1]: by how many
-        are kept."""
+        """Return the best nodes of every row, as many as give the most tokens per second. tokens [N], seconds [N+1]: by
+        number of nodes."""
         speed = tokens / seconds[1 : draft.nodes + 1]
         width = 1 + int(speed.argmax())
         if width == draft.nodes:
@@ -117,19 +117,19 @@ class Survival(Bandit):
 
     @staticmethod
     def _levels(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """Whole levels, one after the other, as long as the next one pays. Whether it does follows from what is known
-        before its tokens were drawn. To look at a later level and then leave this one out would show in the text: a
-        drawn token would be kept or dropped by what it led to."""
+        """Return whole levels, one after the other, as long as the next one pays. That decision must not depend on the
+        level's drawn tokens. If a later level were looked at and then left out, the text would change: whether a drawn
+        token is verified would depend on the tokens after it."""
         shape, live = draft.depth[0], survival[draft.live].mean(0)
-        found, kept = 1.0, 1
+        found, count = 1.0, 1
         for level in range(1, draft.levels + 1):
             more = int((shape <= level).sum())
             with_it = found + live[shape == level].sum()
-            if with_it / seconds[more] <= found / seconds[kept]:
+            if with_it / seconds[more] <= found / seconds[count]:
                 break
-            found, kept = with_it, more
-        whole = kept == draft.nodes
-        return None if whole else np.broadcast_to(np.arange(kept), (len(survival), kept)), found / seconds[kept]
+            found, count = with_it, more
+        whole = count == draft.nodes
+        return None if whole else np.broadcast_to(np.arange(count), (len(survival), count)), found / seconds[count]
 
     def learn(self, outcome: Outcome) -> None:
         super().learn(outcome)

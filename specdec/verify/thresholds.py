@@ -54,6 +54,6 @@ class TwoThresholds(Rule):
         sake of rounding only."""
         child = tree.parents == winner[:, None]
         child[:, 0] = False
-        kept = torch.ones_like(p).scatter_reduce_(1, tree.tokens, (~child).to(p), "amin")
-        rest = p * kept
+        others = torch.ones_like(p).scatter_reduce_(1, tree.tokens, (~child).to(p), "amin")
+        rest = p * others
         return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)

@@ -42,8 +42,8 @@ def path_of(tree: DraftTree, on_path: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def follow(tree: DraftTree, drawn: Tensor) -> Verdict:
-    """drawn [B,N], the token behind each node: the path from the root on whose every node carries what was drawn behind
-    its parent is accepted, and behind each node of it comes its draw."""
+    """Accept the path along the drawn tokens [B,N], one after each node: every accepted node carries the token that was
+    drawn after its parent. The emitted tokens are the draws after the nodes of the path."""
     if drawn.device.type == "cpu" and native.has_rows():
         path, n, tokens = native.operator("follow")(tree.tokens, tree.parents, drawn, tree.steps)
         return Verdict(path=path, n=n, tokens=tokens)
@@ -71,7 +71,7 @@ def coins_of(tree: DraftTree, noise: RoundNoise | None, of_parents: bool = False
 
 
 def bonus_of(tree: DraftTree, winner: Tensor, probs: Tensor, noise: RoundNoise | None) -> Tensor:
-    """The token [B] that is drawn from probs [B,V] behind the nodes winner [B]; without noise the likeliest."""
+    """Draw the token [B] after the nodes winner [B] from probs [B,V]; without noise, the most likely one."""
     if noise is None:
         return probs.max(-1).indices
     return draw(probs, noise.at(tree.depth.gather(1, winner[:, None]).squeeze(1)))

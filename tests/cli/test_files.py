@@ -1,4 +1,4 @@
-"""Files and folders are there whole or not at all, and one module alone writes aside and renames."""
+"""Files and folders are there whole or not at all, and one module alone writes a partial file and renames it."""
 
 import ast
 import errno
@@ -37,7 +37,7 @@ def killed(*_, **__):
 
 
 def filler(text: str):
-    return lambda aside: (aside / "a").write_text(text)
+    return lambda staging: (staging / "a").write_text(text)
 
 
 def replace(folder: Path, text: str) -> None:
@@ -49,10 +49,10 @@ def names(folder: Path) -> list[str]:
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path):
-    def look(aside: Path) -> None:
+    def look(staging: Path) -> None:
         assert names(tmp_path) == []
-        aside.write_text("x")
-        assert aside == partial_path(tmp_path / "a")
+        staging.write_text("x")
+        assert staging == partial_path(tmp_path / "a")
 
     write_whole(tmp_path / "a", look)
     write_text(tmp_path / "b", "ü")
@@ -67,15 +67,15 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path, monkey
     if what != "fill":
         monkeypatch.setattr(os, what, full)
     with pytest.raises(ValueError, match=r"^cannot write .*/a: No space left on device$"):
-        write_whole(tmp_path / "a", lambda aside: full() if what == "fill" else aside.write_text("new"))
+        write_whole(tmp_path / "a", lambda staging: full() if what == "fill" else staging.write_text("new"))
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a").read_text() == "old"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), TypeError("a bug")])
-def test_what_is_not_the_disks_fault_is_told_as_it_is_and_leaves_nothing(tmp_path, error):
-    def fill(aside: Path) -> None:
-        aside.write_text("half")
+def test_what_is_not_the_disks_fault_is_reported_as_it_is_and_leaves_nothing(tmp_path, error):
+    def fill(staging: Path) -> None:
+        staging.write_text("half")
         raise error
 
     with pytest.raises(type(error)):
@@ -91,7 +91,7 @@ def test_torchs_writer_names_the_systems_reason(tmp_path):
             return full()
 
     with pytest.raises(ValueError, match="No space left on device"):
-        write_whole(tmp_path / "a", lambda aside: torch.save({"x": torch.zeros(300_000)}, Full()))
+        write_whole(tmp_path / "a", lambda staging: torch.save({"x": torch.zeros(300_000)}, Full()))
 
 
 def test_a_folder_is_replaced_whole(tmp_path):

@@ -93,7 +93,7 @@ def test_products_may_be_less_exact(run, matmul_precision):
     assert last_json(out)["identical"] is True
     assert last_json(out)["matmul_precision"] == "medium"
     assert "products: medium precision" in run(*flags[:-1])[1]
-    assert machine(torch.device("cpu"))["matmul_precision"] == "medium"  # what rounds cost is kept for each
+    assert machine(torch.device("cpu"))["matmul_precision"] == "medium"  # costs are cached for each precision
     assert "invalid choice: 'bf16' (choose from 'highest', 'high'" in run(*flags, "--matmul-precision", "bf16")[2]
 
 
@@ -271,16 +271,16 @@ def test_sampled_answers_do_not_depend_on_the_batch_or_the_draft(run, tmp_path):
     """Nor on the children, and `--compare` says so."""
     (tmp_path / "prompts.txt").write_text("The quick\nWhat is\nEin\nThe lazy dog\n")
     flags = ("--prompt-file", tmp_path / "prompts.txt", "--temperature", 0.9, "--top-p", 0.95, "--max-new-tokens", 12)
-    told = []
+    reported = []
     for more in ((), ("--batch-size", 3), ("--topk", 1), ("--children", "likeliest"), ("--no-draft",)):
         how = {"draft": None} if "--no-draft" in more else {}
         code, out, err = run(*flags, *more, *(() if how else ("--compare",)), "--json", **how)
         assert code == 0, err
         result = last_json(out)
         assert result.get("identical", True) is True
-        told.append(result["token_ids"])
-    assert told == [told[0]] * 5
-    assert last_json(run(*flags, "--seed", 1, "--json")[1])["token_ids"] != told[0]
+        reported.append(result["token_ids"])
+    assert reported == [reported[0]] * 5
+    assert last_json(run(*flags, "--seed", 1, "--json")[1])["token_ids"] != reported[0]
     assert "drawn children need a tree that knows" in refused(run, *flags, "--children", "drawn")
 
 

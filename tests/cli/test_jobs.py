@@ -1,4 +1,4 @@
-"""A command as several jobs: the words behind -- arrive as they are, and two launched jobs make one sweep."""
+"""A command as several jobs: the words after -- arrive as they are, and two jobs make one sweep."""
 
 import json
 import os
@@ -32,16 +32,16 @@ def test_words_reach_the_command_as_they_are(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
-        (["parts=2"], "write the command behind --"),
+        (["parts=2"], "write the command after --"),
         (["--", "show"], "say how many jobs there are: parts=4"),
         (["parts=0", "--", "show"], "say how many jobs there are: parts=4"),
         (["parts=1", "--", "nonsense"], "job 0 of 1 ended with exit code 2: specdec nonsense"),
     ],
 )
-def test_mistakes_are_told(words, told, tmp_path):
-    assert told in refused(jobs.main, *words[:1], f"out={tmp_path}", *words[1:])
+def test_mistakes_are_reported(words, message, tmp_path):
+    assert message in refused(jobs.main, *words[:1], f"out={tmp_path}", *words[1:])
 
 
 @pytest.mark.skipif(find_spec("joblib") is None, reason="needs hydra-joblib-launcher: pip install '.[jobs]'")

@@ -20,7 +20,7 @@ HOLD += "with only_writer(Path(sys.argv[1]), inside=sys.argv[2] == 'inside'):\n 
 @contextmanager
 def other_process(out: Path, inside: bool = False):
     """Another process that holds `out`."""
-    command = [sys.executable, "-c", HOLD, str(out), "inside" if inside else "beside"]
+    command = [sys.executable, "-c", HOLD, str(out), "inside" if inside else "outside"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout.readline() == "held\n"
@@ -64,7 +64,7 @@ def test_where_nothing_was_written_nothing_is_left(tmp_path):
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["out"]
 
 
-def test_a_place_without_permission_is_told():
+def test_a_place_without_permission_is_reported():
     with pytest.raises(ValueError, match="cannot write /proc/none/out"), only_writer(Path("/proc/none/out")):
         pass
 

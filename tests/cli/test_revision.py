@@ -41,11 +41,11 @@ def test_a_note_of_other_code_tells_nothing(note, monkeypatch, tmp_path):
     assert revision.revision() is None
 
 
-def test_changes_are_told(monkeypatch):
-    told = {"rev-parse": "abc123", "status": ""}
-    monkeypatch.setattr(revision, "_git", lambda *words: told[words[0]])
+def test_changes_are_reported(monkeypatch):
+    answers = {"rev-parse": "abc123", "status": ""}
+    monkeypatch.setattr(revision, "_git", lambda *words: answers[words[0]])
     assert revision.revision() == "abc123"
-    told["status"] = " M specdec/lab/machine.py"
+    answers["status"] = " M specdec/lab/machine.py"
     assert revision.revision() == "abc123+changes"
 
 

@@ -1,4 +1,4 @@
-"""Signals: what was decoded by then is told and written, and the exit code is that of the signal. Standard streams
+"""Signals: decoded tokens are printed and written, and the exit code is that of the signal. Standard streams
 that are closed, full, or read by nobody."""
 
 import json
@@ -18,8 +18,8 @@ from specdec.engine.trace_files import read_trace
 
 
 def in_round(monkeypatch, which: int, act) -> None:
-    """Act when the screen is told of so many rounds."""
-    told = session.Screen.__call__
+    """Act when the screen gets its round number `which`."""
+    real_call = session.Screen.__call__
     count = 0
 
     def call(self, report):
@@ -27,7 +27,7 @@ def in_round(monkeypatch, which: int, act) -> None:
         count += 1
         if count == which:
             act()
-        told(self, report)
+        real_call(self, report)
 
     monkeypatch.setattr(session.Screen, "__call__", call)
     monkeypatch.setattr(chat.Screen, "__call__", call)

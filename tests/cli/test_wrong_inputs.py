@@ -59,9 +59,9 @@ def test_every_field_of_a_config_is_refused_by_its_name(file):
     check_config(config, "x")
     assert len(wrong) > 400
     for name, value in wrong:
-        with pytest.raises(ValueError, match=rf"\A.*{name}.*\Z") as told:  # one line
+        with pytest.raises(ValueError, match=rf"\A.*{name}.*\Z") as raised:  # one line
             check_config(config | {name: value}, "x")
-        assert len(str(told.value)) < 300
+        assert len(str(raised.value)) < 300
 
 
 def test_ropes_and_nested_configs_are_checked_too():
@@ -148,7 +148,7 @@ def test_flags_of_other_commands_are_no_settings():
             check_words(words)
 
 
-def test_a_setting_without_a_value_is_told_how_it_is_written(tmp_path):
+def test_a_setting_without_a_value_shows_how_it_is_written(tmp_path):
     code, err = call(("train", "data.path", "conv.jsonl"), tmp_path)
     assert code == 2
     assert err.startswith("error: Error parsing override 'data.path': settings are written NAME=VALUE; quote a value")

@@ -61,17 +61,17 @@ def test_rounds_match(case):
         tree = Chain(drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
         assert tree.tokens[:, 1:].tolist() == drafts.tolist()
     assert seen == drafter.cache.lens
-    for name, kept in ((k, v) for k, v in reference.items() if f"{prefix}.round{rounds - 1}.cache" in k):
+    for name, stored in ((k, v) for k, v in reference.items() if f"{prefix}.round{rounds - 1}.cache" in k):
         kind, layer = name.split("_")[-1].split(".")
         ours = drafter.cache.layers[int(layer)]["kv".index(kind), :, :seen].transpose(1, 2)
-        assert_close_in_fp32(ours, kept)
+        assert_close_in_fp32(ours, stored)
 
 
 @pytest.mark.parametrize("prefix", ["full", "sliding_causal", "sliding_noncausal"])
 @torch.inference_mode()
 def test_dflash2_rounds_match(prefix):
-    """Convolutions and windows in the logits of every slot, the selector's scores along the drafted tokens, and no
-    token beside its candidates. The last block of the authors is a row shorter."""
+    """Convolutions and windows in the logits of every slot, the selector's scores along the drafted tokens, and only
+    tokens among its candidates. The last block of the authors is a row shorter."""
     kinds = ["full_attention", "full_attention" if prefix == "full" else "sliding_attention"]
     windows = {"layer_types": kinds, "sliding_window": 5, "is_causal": prefix == "sliding_causal"}
     reference = load_file(GOLDEN / "dflash2_rounds.safetensors")
@@ -147,9 +147,9 @@ def test_markov_and_confidence_heads_match(kind):
         tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), first)
         assert tree.tokens[:, 1:].tolist() == tokens.tolist()
         for cut in (0.3, 0.5, 0.7):
-            if (kept := reference.get(f"{at}.cut_at_{cut}")) is not None:
+            if (stored := reference.get(f"{at}.cut_at_{cut}")) is not None:
                 drafter.cut = cut
-                assert drafter._kept(first).item() == kept.item()
+                assert drafter._kept(first).item() == stored.item()
 
 
 def domino_head(reference: dict, prefix: int) -> Domino:

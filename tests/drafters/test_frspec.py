@@ -53,7 +53,7 @@ def test_a_map_of_strangers_is_refused():
 
 
 def test_count_tokens(tmp_path):
-    """The command counts what it says: answers of conversations and whole texts, the end of text always kept."""
+    """The command counts answers of conversations and whole texts. The end of text is always in the map."""
     text = tmp_path / "a.txt"
     text.write_text("the cat and the dog and the cow. " * 20)
     out = tmp_path / "map.json"

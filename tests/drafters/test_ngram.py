@@ -60,7 +60,7 @@ def test_distribution_is_the_definition(mode, cap, least):
     texts = random_texts(0, [40, 2, 17])
     state = absorb(drafter, texts)
     committed = torch.tensor([[0, 1, 2, 0], [2, 2, 1, 1], [1, 0, 0, 2]])
-    for kept in ([3, 0, 2], [1, 4, 4]):
+    for counts in ([3, 0, 2], [1, 4, 4]):
         paths = [[[a, b] for a, b in ((0, 1), (1, 1), (2, 0))] for _ in texts]
         states = [state]
         for level in (1, 2):
@@ -72,8 +72,8 @@ def test_distribution_is_the_definition(mode, cap, least):
                 for node in range(at.logits.shape[1]):
                     expected = distribution(text, paths[row][node][:level], mode, cap, least)
                     torch.testing.assert_close(at.logits[row, node].softmax(-1), expected)
-        texts = [text + committed[row, : kept[row]].tolist() for row, text in enumerate(texts)]
-        state = drafter.extend(None, committed, torch.tensor(kept), max(map(len, texts)) + 1)
+        texts = [text + committed[row, : counts[row]].tolist() for row, text in enumerate(texts)]
+        state = drafter.extend(None, committed, torch.tensor(counts), max(map(len, texts)) + 1)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -98,22 +98,22 @@ def test_on_the_host_it_is_what_operators_compute(monkeypatch, mode, cap, least,
     ids = None if vocab is None else DraftVocab(V, torch.tensor(vocab))
     for seed in range(10):
         texts = [*random_texts(seed, [40, 2, 17, 80]), [0, 1, 2, 3]]
-        told = []
+        seen = []
         for host in (True, False):
             monkeypatch.setattr(ngram, "on_host", lambda _, host=host: host)
             drafter = ngram.create(tiny_target(V), mode=mode, max_ngram=cap, min_ngram=least, vocab=ids)
             states = [absorb(drafter, texts)]
-            told.append([*drafter.chain(states[0], 6, LIKELIEST)])
+            seen.append([*drafter.chain(states[0], 6, LIKELIEST)])
             more, n = torch.tensor([[0, 1], [2, 2], [1, 0], [0, 0], [4, 4]]), torch.tensor([2, 0, 1, 2, 1])
             states.append(drafter.extend(None, more, n, 82))
-            told[-1] += drafter.chain(states[1], 6, LIKELIEST)
-            told[-1] += [x for state in states for x in (state.hidden, state.levels)]
-        for host, operators in zip(*told, strict=True):
+            seen[-1] += drafter.chain(states[1], 6, LIKELIEST)
+            seen[-1] += [x for state in states for x in (state.hidden, state.levels)]
+        for host, operators in zip(*seen, strict=True):
             torch.testing.assert_close(host, operators)
 
 
 def test_levels_grow_with_the_match():
-    """Nothing behind one token, and `reach` levels for each further one; or whole trees behind any match."""
+    """Nothing after one token, and `reach` levels for each further one; or whole trees after any match."""
     texts = [[0, 1, 2, 3], [0, 1, 0], [0, 1, 2, 0, 1], [0, 1, 2, 3, 0, 1, 2], [4, 4]]
     for settings, expected in (
         ({}, [0, 0, 3, 6, 0]),

@@ -35,7 +35,7 @@ def test_rounds_of_peagle_match(layout):
 @pytest.mark.parametrize("kind", ["", "_pard2"])
 @torch.inference_mode()
 def test_rounds_of_pard_match(kind):
-    """The authors' first round drafts behind the prompt alone. A mask row of PARD-2 has the last real row's feature."""
+    """The authors' first round drafts after the prompt alone. A mask row of PARD-2 has the last real row's feature."""
     reference, extra, changes = load_file(GOLDEN / "pard.safetensors"), {}, {}
     if kind:
         extra["target_proj.weight"] = reference["rounds_pard2.target_proj.weight"]
@@ -64,7 +64,7 @@ def test_rounds_of_pard_match(kind):
 @pytest.mark.parametrize("kind", PARALLEL)
 @torch.no_grad()
 def test_a_slot_in_training_is_the_slot_in_decoding(kind, piece, monkeypatch):
-    """Behind prefixes of two documents in a row, in rows of different lengths, at every row or at sampled ones."""
+    """After prefixes of two documents in a row, in rows of different lengths, at every row or at sampled ones."""
     monkeypatch.setattr(unroll_block, "PIECE", piece)
     length, target = 16, tiny_target()
     drafter = tiny_parallel(target, kind)
@@ -89,7 +89,7 @@ def test_a_slot_in_training_is_the_slot_in_decoding(kind, piece, monkeypatch):
 @pytest.mark.parametrize("kind", PARALLEL)
 @torch.no_grad()
 def test_no_slot_sees_the_future(kind):
-    """All slots behind a row stay what they are to the last bit when everything that follows is changed."""
+    """No bit of the slots after a row changes when everything that follows the row is changed."""
     target = tiny_target()
     drafter = tiny_parallel(target, kind)
     feats, tokens = torch.randn(1, 12, len(drafter.taps) * 32), torch.randint(17, (1, 12))

@@ -8,13 +8,13 @@ from helpers import BLOCKS, DRAFTERS, LEARNERS, MORE_BLOCKS, tiny_block, tiny_dr
 @pytest.mark.parametrize("kind", LEARNERS)
 @pytest.mark.parametrize("prefix", [1, 4, 9])
 def test_unrolled_step_equals_decoding_level(prefix, kind):
-    """Decode a chain whose tokens are the text itself: level j behind prefix t then sees what row t of step j sees."""
+    """Decode a chain whose tokens are the text itself: level j after prefix t then sees what row t of step j sees."""
     steps, length = 5, 16
     target = tiny_target()
     drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
     torch.manual_seed(0)
     feats = torch.randn(2, length, len(drafter.taps) * target.config.hidden)
-    tokens = torch.randint(17, (2, length))  # token t+1 beside feature t
+    tokens = torch.randint(17, (2, length))  # token t+1 for feature t
     with torch.no_grad():
         unrolled = list(drafter.unroll(feats, tokens, steps))
         drafter.reset(2, 64)
@@ -33,7 +33,7 @@ def test_unrolled_step_equals_decoding_level(prefix, kind):
 @pytest.mark.parametrize("prefix", [1, 4, 9])
 @torch.no_grad()
 def test_a_slot_in_training_is_the_slot_in_decoding(prefix, kind):
-    """Two documents in a row: the block behind a row sees none of the other, and nothing that follows."""
+    """Two documents in a row: the block after a row sees none of the other, and nothing that follows."""
     length, target = 16, tiny_target()
     drafter = tiny_block(target, **(BLOCKS | MORE_BLOCKS)[kind])
     torch.manual_seed(0)

@@ -38,7 +38,7 @@ def alone(target: Target, row: Row) -> Sequence:
 
 def together(case: Case) -> list[Sequence]:
     """Decode all rows speculatively. They join as the schedule says; further rows join and are aborted."""
-    engine, rng = Engine(case.target, case.drafter, case.tree, prefixes=case.kept, **case.options), case.schedule
+    engine, rng = Engine(case.target, case.drafter, case.tree, prefixes=case.prefixes, **case.options), case.schedule
     engine.reserve(rng.randint(1, len(case.rows)), case.target.config.context, part=case.part)
     if engine.prefixes is not None:
         engine.prefixes.least = 2

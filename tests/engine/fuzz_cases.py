@@ -60,7 +60,7 @@ class Case:
     tree: TreePolicy
     rows: list[Row]
     part: int  # tokens of a prompt that are read at once, 0 for all
-    kept: int  # bytes of the prefix cache
+    prefixes: int  # bytes of the prefix cache
     schedule: random.Random  # draws when rows join and when they are aborted
     options: dict  # of the engine
     about: str
@@ -76,13 +76,13 @@ def draw(number: int) -> Case:
     about = (
         f"{name}, {type(tree).__name__} {tree.topk}/{tree.steps}/{tree.num_draft_tokens}, {len(rows)} rows, {options}"
     )
-    part, kept = rng.choice([0, 0, 1, 2, 5]), rng.choice([0, 0, 20_000, 1 << 24])
-    if kept:
+    part, prefixes = rng.choice([0, 0, 1, 2, 5]), rng.choice([0, 0, 20_000, 1 << 24])
+    if prefixes:
         first = rows[0].prompt  # others share a prefix with it
         shared = [rng.randint(0, len(first)) for _ in rows]
         rows = [replace(r, prompt=first[:n] + r.prompt[n:] or r.prompt) for r, n in zip(rows, shared, strict=True)]
-        about += f", prefix cache of {kept} bytes"
-    return Case(target, drafter, tree, rows, part, kept, random.Random(number), options, about)
+        about += f", prefix cache of {prefixes} bytes"
+    return Case(target, drafter, tree, rows, part, prefixes, random.Random(number), options, about)
 
 
 def draw_target(rng: random.Random) -> Target:

@@ -43,9 +43,9 @@ class Shy(WrappedDrafter):
         state.levels = self.wanted(self.lens)
         return state
 
-    def compact(self, kept):
-        super().compact(kept)
-        self.lens = self.lens[kept.index]
+    def compact(self, survivors):
+        super().compact(survivors)
+        self.lens = self.lens[survivors.index]
 
     @staticmethod
     def wanted(n):

@@ -14,7 +14,7 @@ from specdec.trees import Chain, DynamicTree
 from specdec.tuning import timing
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
 from specdec.tuning.engines import Workload, adaptive_engine, make_policy
-from specdec.tuning.estimators import Calibrated, Told
+from specdec.tuning.estimators import Calibrated, DraftProbability
 from specdec.tuning.policy import BEGIN, BLOCK, SHARE, Bandit
 from specdec.tuning.survival import FIRST, Survival
 from specdec.tuning.table import Table
@@ -201,7 +201,7 @@ def settled(policy, rows: int) -> int:
     return policy.now
 
 
-def test_a_table_says_what_it_is_told():
+def test_a_table_says_its_setting():
     table = Table.parse("1=5,8=3,32=0", 5)
     assert [table.plan(rows) for rows in (1, 7, 8, 31, 32, 100)] == [5, 5, 3, 3, 0, 0]
     assert str(table) == "1=5,8=3,32=0"
@@ -239,15 +239,15 @@ def trees_of(p: list[list[float]], parents: list[int]) -> Draft:
 def test_survival_takes_the_best_nodes_of_every_row():
     """By enumeration of all sets of nodes that are closed under parents, and of all widths."""
     draft = trees_of([[0.9, 0.05, 0.8, 0.1, 0.7], [0.5, 0.4, 0.2, 0.6, 0.1]], [0, 0, 0, 1, 1, 2])
-    survival = Told().survival(draft)
+    survival = DraftProbability().survival(draft)
     np.testing.assert_allclose(survival[0], [1, 0.9, 0.05, 0.72, 0.09, 0.035])
     for node in (0.01, 0.1, 0.3):
         costs = costs_of(1.0, node, rows=(2,))
-        policy = Survival(costs, KINDS, [0.5] * 5, Told())
+        policy = Survival(costs, KINDS, [0.5] * 5, DraftProbability())
         assert policy.keep(draft) is None, "the first are verified whole"
         policy.seen, policy.drafts = FIRST, BEGIN
-        kept = policy.keep(draft)
-        kept = np.arange(6)[None].repeat(2, 0) if kept is None else kept
+        chosen = policy.keep(draft)
+        chosen = np.arange(6)[None].repeat(2, 0) if chosen is None else chosen
         best = {}
         for width in range(1, 7):
             subsets = [s for s in subsets_of(6, width) if all(draft.parents[0, x] in s for x in s)]
@@ -256,8 +256,8 @@ def test_survival_takes_the_best_nodes_of_every_row():
             width: tokens / costs.seconds(KINDS[draft.levels]._replace(nodes=width), 2)
             for width, tokens in best.items()
         }
-        assert kept.shape[1] == max(speed, key=speed.get)
-        assert survival[np.arange(2)[:, None], kept].sum() == pytest.approx(best[kept.shape[1]])
+        assert chosen.shape[1] == max(speed, key=speed.get)
+        assert survival[np.arange(2)[:, None], chosen].sum() == pytest.approx(best[chosen.shape[1]])
 
 
 def subsets_of(nodes: int, width: int) -> list[tuple[int, ...]]:

@@ -52,7 +52,7 @@ def test_one_table_of_settings_filters_as_each_setting_does():
         alone = torch.stack([filtered_probs(x, s) for x, s in zip(logits, settings, strict=True)])
         assert torch.equal(batched > 0, alone > 0)
         torch.testing.assert_close(batched, alone, rtol=0, atol=1e-6)
-        drawn = sample(logits, SamplingBatch(settings, CPU), rows.behind(torch.zeros(len(settings)).long(), shape[0]))
+        drawn = sample(logits, SamplingBatch(settings, CPU), rows.after(torch.zeros(len(settings)).long(), shape[0]))
         assert drawn.shape == logits.shape[:-1]
         assert torch.equal(drawn[0], logits[0].argmax(-1)), "the first row is greedy"
         assert (batched.gather(-1, drawn[..., None]) > 0).all()
@@ -246,8 +246,8 @@ def test_the_likeliest_tokens_in_the_place_of_each(how):
         logits, _ = target(torch.tensor([row.prompt + row.tokens]), None)
         values, ids = top_logprobs(logits[0, len(row.prompt) - 1 : -1], k)
         assert [[token for token, _ in place] for place in row.likely] == ids.tolist()
-        told = torch.tensor([[x for _, x in place] for place in row.likely])
-        torch.testing.assert_close(told, values, rtol=0, atol=1e-5)
+        reported = torch.tensor([[x for _, x in place] for place in row.likely])
+        torch.testing.assert_close(reported, values, rtol=0, atol=1e-5)
         own = [dict(place)[token] for place, token in zip(row.likely, row.tokens, strict=True) if token in dict(place)]
         assert own == [x for x, p, t in zip(row.logprobs, row.likely, row.tokens, strict=True) if t in dict(p)]
     with pytest.raises(ValueError, match="top_logprobs must be from 0 to 20, got 21"):

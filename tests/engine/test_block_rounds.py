@@ -53,17 +53,17 @@ def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monk
         adaptive_engine("table:1=16", Workload(2), target, drafter, tree)
 
 
-def test_a_policy_is_told_numbers_of_nodes_without_any_probability():
+def test_a_policy_gets_numbers_of_nodes_without_any_probability():
     """A selector proposes fewer tokens than the tree has children; the other children have probability 0."""
-    target, told = tiny_target(), []
+    target, reported = tiny_target(), []
     drafter = tiny_block(target, conditional="selector", head={"candidates": 2})
 
     class Watch(Restless):
         def keep(self, draft):
-            told.append(draft.edges)
+            reported.append(draft.edges)
 
     for sampling in (Sampling(), SAMPLED):
         engine = Engine(target, drafter, DynamicTree(4, 3, 20), adaptive=Watch(3))
         engine.generate([[3, 5, 7], [1]], max_new_tokens=20, sampling=sampling)
-    assert any((edges < NEVER + 1).any() for edges in told)
-    assert all(np.isfinite(edges).all() for edges in told)
+    assert any((edges < NEVER + 1).any() for edges in reported)
+    assert all(np.isfinite(edges).all() for edges in reported)

@@ -60,7 +60,7 @@ def log(monkeypatch):
 def test_warm_up_and_capture(log, compiles, monkeypatch):
     """Both run on the side stream, and what the warm-up changes is undone. A capture finds no cuBLAS workspace and
     leaves none, also if it fails. The inputs of a compiled function live as long as its graph."""
-    inputs, kept = [], torch.tensor([1, 2])
+    inputs, preserved = [], torch.tensor([1, 2])
 
     def compiling(graph):
         log.append("compiled")
@@ -73,16 +73,16 @@ def test_warm_up_and_capture(log, compiles, monkeypatch):
     def run(bound: int) -> torch.Tensor:
         if not compiles:
             log.append(f"run on {torch.cuda.now}")
-        kept.add_(1)
-        return kept * bound
+        preserved.add_(1)
+        return preserved * bound
 
     with torch.inference_mode():
-        replay = backend.capture(run, [kept], 256)
+        replay = backend.capture(run, [preserved], 256)
     assert log == ["compiled"] * compiles + [
         "side 1 waits for current", "run on side 1", "run on side 1", "current waits for side 1",
         "workspaces cleared", "capture, thread_local", "run on side 1", "captured", "workspaces cleared",
     ]  # fmt: skip
-    assert kept.tolist() == [2, 3]  # the capture itself, which on a GPU runs nothing
+    assert preserved.tolist() == [2, 3]  # the capture itself, which on a GPU runs nothing
     assert replay(7).tolist() == [512, 768]
     assert log[-1] == "replay"
     assert not any(x.expired() for x in inputs)

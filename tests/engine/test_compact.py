@@ -25,7 +25,7 @@ def test_rows_that_have_ended_are_not_computed(drafter, late):
     assert [len(row.tokens) for row in rows] == limits
     assert computed[1:3] == [16, 16]
     assert set(computed[3:]) == {1}
-    assert 0 <= len(computed) - 1 - rows[5].trace.rounds <= late  # a round that was launched in vain
+    assert 0 <= len(computed) - 1 - rows[5].trace.rounds <= late  # a round that was started in vain
 
 
 @pytest.mark.parametrize("price", [0.0, batches.PRICE], ids=["at once", "by the rule"])
@@ -37,13 +37,13 @@ def test_dropping_rows_shows_nowhere(drafter, tree, late, price, monkeypatch):
     target, (prompts, limits) = tiny_target(), ragged(6)
     sampling = [Sampling(0.8, 5, 0.9), HEAVY, Sampling()] * 2
     how = {"max_new_tokens": limits, "sampling": sampling, "eos": frozenset([11]), "logprobs": True}
-    told = [
+    results = [
         outcome(
             Engine(target, DRAFTERS[drafter](target), TREES[tree], **made), prompts, **how,
             stop=[After(4 + i) if i % 4 == 2 else None for i in range(6)],
         )
         for made in ({"overlap": late}, {"compact": False})
     ]  # fmt: skip
-    assert_same(*told)
-    assert {finish for _, finish, _ in told[0][0]} >= {"length", "stop"}
-    assert len(told[0][2][-1][0]) < 6, "nothing was dropped: the test shows nothing"
+    assert_same(*results)
+    assert {finish for _, finish, _ in results[0][0]} >= {"length", "stop"}
+    assert len(results[0][2][-1][0]) < 6, "nothing was dropped: the test shows nothing"

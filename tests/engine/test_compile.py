@@ -47,8 +47,8 @@ def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
 @pytest.mark.parametrize("how", [True, "aside"], ids=["here", "aside"])
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "pair"])
 def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
-    """The text is that of an eager round. The library is kept and loaded by the next engine; a damaged one is removed.
-    Nobody waits for another process that compiles: rounds are eager meanwhile."""
+    """The text is that of an eager round. The next engine loads the cached library; a damaged one is removed.
+    Rounds are eager while another process compiles."""
     monkeypatch.setattr(build, "kept_folder", lambda name: tmp_path)
     target = tiny_target(layers=1)
     models = [target, tiny_drafter(target)] if drafts else [target]
@@ -70,7 +70,7 @@ def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
         assert result.decode_seconds < result.parts["capture"] < result.seconds
     said = capfd.readouterr().err
     assert ("compiling a round ... " in said) == (how is True)
-    assert "kept for the next time" in said
+    assert "is cached" in said
 
     (library,) = tmp_path.glob("*/round.so")
     assert {path.name for path in library.parent.iterdir()} <= {"round.so", "round.json"}
@@ -82,7 +82,7 @@ def test_a_compiled_round(drafts, how, tmp_path, monkeypatch, capfd):
     damaged = tmp_path / "damaged" / "round.so"
     damaged.parent.mkdir()
     damaged.write_bytes(b"no library")
-    assert build.load_if_kept(damaged) is None
+    assert build.load_if_present(damaged) is None
     assert not damaged.parent.exists()
 
 
@@ -152,8 +152,8 @@ def test_a_graph_that_is_written_down_is_the_same_graph(drafter, sampling, tmp_p
 class Slow(Interpreted):
     """Each graph is ready from its third round on."""
 
-    def capture(self, run, kept, bound):
-        replay, rounds = super().capture(run, kept, bound), []
+    def capture(self, run, preserved, bound):
+        replay, rounds = super().capture(run, preserved, bound), []
 
         def play(bound):
             rounds.append(bound)
@@ -166,16 +166,16 @@ class Slow(Interpreted):
         return play
 
 
-def test_a_policy_is_told_when_rounds_take_another_time():
+def test_a_policy_learns_when_rounds_take_another_time():
     """The policy hears it once for each number of rows and levels. Reports say which rounds were recorded."""
     target, drafter, tree = parts("eagle3", "chain")
-    policy, told, captured = Depths(3), [], 0
-    policy.changed = lambda *what: told.append(what)
+    policy, reported, captured = Depths(3), [], 0
+    policy.changed = lambda *what: reported.append(what)
     engine = Engine(target, drafter, tree, graphs=Slow(), adaptive=policy)
     engine.reserve(2, 100)
     rows = [engine.add(p, max_new_tokens=n, eos=frozenset()) for p, n in (([3, 5, 7], 90), ([1], 40))]
     while (report := engine.step()) is not None:
         captured += report.captured
-    assert sorted(told) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
+    assert sorted(reported) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
     assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.backend.made) == 8
     assert_as_alone(target, rows)

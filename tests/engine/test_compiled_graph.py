@@ -20,12 +20,12 @@ from specdec.trees import Chain
 
 def test_rows_are_written_into_the_memory_itself(unpacked):
     """No `index_copy_` is left, and views of a cache are read only. What a round returns is new each time."""
-    (target, drafter, policy), kept = parts(), []
+    (target, drafter, policy), saved = parts(), []
     compiled = Engine(target, drafter, policy, graphs=Interpreted())
     assert not compiled.overlap
-    compiled.generate(**SHORT, observer=lambda report: kept.append(report.tree))
-    places = {tree.tokens.data_ptr() for tree in kept[1:]}
-    assert len(places) == len(kept) - 1 > 2
+    compiled.generate(**SHORT, observer=lambda report: saved.append(report.tree))
+    places = {tree.tokens.data_ptr() for tree in saved[1:]}
+    assert len(places) == len(saved) - 1 > 2
     (graph,) = compiled.graphs.backend.made
     written = [node.args[0] for node in graph.module.graph.nodes if node.target is torch.ops.aten.index_put_.default]
     # Keys and values of three layers; the accepted nodes of these; four levels of the drafter's only layer.
@@ -34,8 +34,8 @@ def test_rows_are_written_into_the_memory_itself(unpacked):
     assert not [n for n in graph.module.graph.nodes if n.target is torch.ops.aten.index_copy_.default]
 
 
-def run_of(function, kept=()):
-    return compiled_run(function, [*kept], [8, 4], Interpreted().compile)
+def run_of(function, saved=()):
+    return compiled_run(function, [*saved], [8, 4], Interpreted().compile)
 
 
 @pytest.mark.parametrize("keepdim", [True, False])
@@ -53,18 +53,18 @@ def test_the_largest_and_its_place(keepdim):
 
 
 def test_graphs_of_any_bound():
-    """Numbers may grow with the bound, also several times as fast. Recording leaves no trace in what is kept."""
-    x, kept = torch.arange(100), torch.tensor([1, 2])
+    """Numbers may grow with the bound, also several times as fast. Recording does not change the preserved tensors."""
+    x, saved = torch.arange(100), torch.tensor([1, 2])
 
     def function(bound: int) -> torch.Tensor:
-        kept.add_(1)
-        return x[bound : 2 * bound + 1].view(1, bound + 1).expand(3, bound + 1).sum(0) + kept[0] * bound
+        saved.add_(1)
+        return x[bound : 2 * bound + 1].view(1, bound + 1).expand(3, bound + 1).sum(0) + saved[0] * bound
 
-    run = run_of(function, [kept])
-    assert kept.tolist() == [1, 2]
+    run = run_of(function, [saved])
+    assert saved.tolist() == [1, 2]
     for bound in range(2, 9):
         assert torch.equal(run(bound), 3 * x[bound : 2 * bound + 1] + bound * bound)
-    assert kept.tolist() == [8, 9]
+    assert saved.tolist() == [8, 9]
 
 
 def test_what_is_no_graph_is_refused():
@@ -89,8 +89,8 @@ def test_libraries_differ_by_what_they_compute(monkeypatch, unpacked):
     assert key() == key(seed=1)
     assert len({key(), key(layers=2), key(rows=2), key(threads=2)}) == 4
     backend = SimpleNamespace(any_bound=True, forget=lambda: None)
-    kept = graphs.Graphs(SimpleNamespace(target=tiny_target(context=10_000)), backend)
-    assert [kept.room_for([1], room) for room in (1, 1024, 1025, 5000)] == [1024, 1024, 4096, 10_000]
+    saved = graphs.Graphs(SimpleNamespace(target=tiny_target(context=10_000)), backend)
+    assert [saved.room_for([1], room) for room in (1, 1024, 1025, 5000)] == [1024, 1024, 4096, 10_000]
 
 
 def test_what_cannot_be_compiled_is_said(monkeypatch):

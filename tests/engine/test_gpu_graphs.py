@@ -36,8 +36,8 @@ def test_as_without_graphs(drafter, policy, sampling):
     replayed, eager = Engine(*pair), launching(*pair)
     assert replayed.graphs is not None
     for seed in (0, 1):  # captures, and replays from the beginning
-        told = [outcome(engine, sampling=sampling, seed=seed) for engine in (replayed, eager)]
-        assert_same(*told)
+        results = [outcome(engine, sampling=sampling, seed=seed) for engine in (replayed, eager)]
+        assert_same(*results)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -81,8 +81,8 @@ def test_rounds_that_are_compiled_first(drafter, sampling):
         pair = parts(drafter)
         compiled = Engine(*pair, compile=True)
         for seed in (0, 1):
-            told = [outcome(engine, sampling=sampling, seed=seed) for engine in (compiled, launching(*pair))]
-            assert_same(*told)
+            results = [outcome(engine, sampling=sampling, seed=seed) for engine in (compiled, launching(*pair))]
+            assert_same(*results)
     finally:
         ops.use("auto")
 
@@ -150,22 +150,22 @@ def test_one_engine_forgets_and_another_goes_on():
 @pytest.mark.parametrize("reads", list(Reads))
 def test_what_observers_read(reads):
     """The same of replayed rounds and of eager ones, at every level."""
-    pair, told = parts(), []
+    pair, results = parts(), []
 
     class Watch(Observer):
         def __call__(self, report):
             tree = report.tree
-            told[-1].append((report.emitted, tree and tree.tokens.tolist(), report.logits is not None))
+            results[-1].append((report.emitted, tree and tree.tokens.tolist(), report.logits is not None))
 
     Watch.reads = reads
     for make in (Engine, launching):
-        told.append([])
+        results.append([])
         make(*pair).generate([[3, 5, 7]], max_new_tokens=20, eos=frozenset(), observer=Watch())
-    assert told[0] == told[1]
-    assert {(round_[1] is not None, round_[2]) for round_ in told[0][1:]} == {(reads >= 1, reads >= 2)}
+    assert results[0] == results[1]
+    assert {(round_[1] is not None, round_[2]) for round_ in results[0][1:]} == {(reads >= 1, reads >= 2)}
 
 
-def test_pools_of_graphs_are_told_apart():
+def test_pools_of_graphs_are_distinguished():
     """Torch's snapshot has the fields that are counted with, and the engine's pool is one of its own."""
     engine = Engine(*parts())
     engine.generate([[3, 5, 7]], max_new_tokens=10)

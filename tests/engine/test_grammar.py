@@ -56,14 +56,14 @@ def of_all(grammars: Grammars | None) -> list:
     return [*map(grammars.json, (PERSON, SWITCHES, EITHER)), grammars.regex("[A-C]{2}[0-9]{1,3}!"), None]
 
 
-def told(rows) -> list[tuple[list[int], str]]:
+def ids_and_finish(rows) -> list[tuple[list[int], str]]:
     return [(row.tokens, row.finish) for row in rows]
 
 
 def texts(pair, grammars, engine: Engine, sampling: Sampling) -> list[tuple[list[int], str]]:
     prompt = encode_prompt(pair[0], PROMPT)
     how = {"max_new_tokens": NEW, "sampling": sampling, "grammar": of_all(grammars)}
-    return told(engine.generate([prompt] * 5, **how).rows)
+    return ids_and_finish(engine.generate([prompt] * 5, **how).rows)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def plain(pair, grammars):
 
     def alone(i, sampling):
         how = {"max_new_tokens": NEW, "sampling": sampling, "seed": [(0, i)], "grammar": of_all(grammars)[i]}
-        return told(engine.generate([prompt], **how).rows)[0]
+        return ids_and_finish(engine.generate([prompt], **how).rows)[0]
 
     return {sampling: [alone(i, sampling) for i in range(5)] for sampling in (GREEDY, DRAWN)}
 
@@ -102,7 +102,7 @@ def test_texts_obey_their_grammar(pair, plain, sampling):
     free = Engine(pair[0]).generate(
         [encode_prompt(pair[0], PROMPT)], max_new_tokens=NEW, sampling=sampling, seed=[(0, 4)]
     )
-    assert told(free.rows) == plain[sampling][4:]
+    assert ids_and_finish(free.rows) == plain[sampling][4:]
     assert plain[sampling][4][1] == "length"
 
 
@@ -129,7 +129,7 @@ def test_recorded_rounds_give_the_same(pair, grammars, plain):
     ids, own, tape = (2, 3, 4), of_all(grammars), Tape()
     how = {"max_new_tokens": NEW, "sampling": DRAWN, "seed": [(0, i) for i in ids], "grammar": [own[i] for i in ids]}
     rows = Engine(*pair, Chain(3), graphs=tape).generate([encode_prompt(pair[0], PROMPT)] * 3, **how).rows
-    assert told(rows) == [plain[DRAWN][i] for i in ids]
+    assert ids_and_finish(rows) == [plain[DRAWN][i] for i in ids]
     assert 0 < tape.replays < len(rows[2].trace.accepted)
 
 
@@ -146,7 +146,7 @@ def test_rows_that_join_and_one_that_is_aborted(pair, grammars, plain, how):
         engine.step()
     engine.abort(rows[1])
     finish(engine)
-    assert told(rows[:1] + rows[2:]) == [plain[DRAWN][i] for i in (4, 1, 2, 3, 0)]
+    assert ids_and_finish(rows[:1] + rows[2:]) == [plain[DRAWN][i] for i in (4, 1, 2, 3, 0)]
     assert rows[1].tokens == plain[DRAWN][0][0][: len(rows[1].tokens)]
 
 
@@ -188,7 +188,7 @@ def test_a_library_that_gives_up_ends_its_text_only(pair, plain):
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "ids_and_finish"),
     [
         ({"type": "objekt"}, "objekt"),
         ({"type": "object", "properties": {"a": {"frob": 1}}}, "'frob', which is not known"),
@@ -200,10 +200,10 @@ def test_a_library_that_gives_up_ends_its_text_only(pair, plain):
         ({"const": "x" * MOST}, f"may have {MOST}"),
     ],
 )
-def test_a_wrong_schema_is_told_in_one_sentence(grammars, schema, told):
+def test_a_wrong_schema_gives_one_sentence(grammars, schema, ids_and_finish):
     with pytest.raises(ValueError, match="JSON schema") as error:
         grammars.json(schema)
-    assert told in str(error.value)
+    assert ids_and_finish in str(error.value)
     assert "\n" not in str(error.value)
 
 

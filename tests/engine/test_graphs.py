@@ -193,26 +193,26 @@ def test_what_cannot_be_captured_is_said_or_left_alone():
 
 
 def test_the_command_can_do_without(monkeypatch):
-    told = []
-    monkeypatch.setattr(session, "Engine", lambda *parts, graphs, compile, **how: told.append((graphs, compile)))
+    reported = []
+    monkeypatch.setattr(session, "Engine", lambda *parts, graphs, compile, **how: reported.append((graphs, compile)))
     given = ["--prompt", "one", "--topk", "1", "--steps", "2"]  # without a tree all trees would be compiled and timed
     for flags in ([], ["--no-graphs"], ["--compile"]):
         session.Session(command.parser().parse_args([*given, *flags]))
-    assert told == [(None, False)] * 2 + [(False, False)] * 2 + [(None, True)] * 2
+    assert reported == [(None, False)] * 2 + [(False, False)] * 2 + [(None, True)] * 2
 
 
 def test_a_recorded_run_is_traced(tmp_path, backend):
-    """The time of recording is kept apart from that of rounds."""
-    parts_, told = parts(), []
+    """The time of recording is not part of the rounds' time."""
+    parts_, reported = parts(), []
     for graphs_ in (backend, None):
         recorder = Recorder()
         how = {"max_new_tokens": 12, "observer": recorder}
         result = Engine(*parts_, graphs=graphs_).generate([[3, 5, 7], [1]], **how)
         write_trace(recorder.trace, tmp_path / "trace")
         rounds = [r for row in read_trace(tmp_path / "trace").rows for r in row.rounds]
-        told.append([(r.path, r.emitted, r.tree.tokens.tolist()) for r in rounds])
+        reported.append([(r.path, r.emitted, r.tree.tokens.tolist()) for r in rounds])
         if isinstance(graphs_, Interpreted):
             assert {part for r in rounds for part in r.seconds} == {"round", "host"}
             assert result.parts["capture"] > 0
             assert result.parts["round"] < result.decode_seconds < result.seconds - result.parts["capture"]
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]

@@ -1,4 +1,4 @@
-"""Sequences join a running batch and leave it. No text shows it, and nothing is kept of sequences that ended."""
+"""Sequences join a running batch and leave it. Texts do not change, and ended sequences leave no state."""
 
 import gc
 

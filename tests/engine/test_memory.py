@@ -61,11 +61,11 @@ def test_caches_to_the_byte(drafter):
     cache = target.new_cache(2, 40 + 4 + 9)
     assert wanted.target_cache == sum(kv.nbytes for kv in cache.layers)
     drafter.reset(2, 40 + 4 + 6)
-    kept = 0 if drafter.cache is None else sum(kv.nbytes for kv in drafter.cache.memory)
+    allocated = 0 if drafter.cache is None else sum(kv.nbytes for kv in drafter.cache.memory)
     if isinstance(drafter, NGram):  # it keeps the texts themselves, from the first row on
         drafter.admit(0, torch.tensor([1]), None, torch.tensor([[2]]), torch.tensor([1]))
-        kept = drafter.memory.nbytes
-    assert wanted.draft_cache == kept
+        allocated = drafter.memory.nbytes
+    assert wanted.draft_cache == allocated
 
 
 def test_caches_of_the_adapter_and_workspaces(tmp_path, monkeypatch):
@@ -189,9 +189,9 @@ def test_what_fits_and_what_does_not():
     check(request, free=request.needed)
     with pytest.raises(ValueError, match=r"needs 2\.75 GiB \(1\.00 for the target's cache, 0\.50 .*, up to 1\.25 for"):
         check(request, free=request.needed - 1)
-    check(request, free=GIB // 4, kept=True)
-    with pytest.raises(ValueError, match=r"beside 8\.00 GiB of weights 0\.25 GiB are free; take fewer rows"):
-        check(request, free=GIB // 4 - 1, kept=True)
+    check(request, free=GIB // 4, allocated=True)
+    with pytest.raises(ValueError, match=r"0\.25 GiB are free after 8\.00 GiB of weights; take fewer rows"):
+        check(request, free=GIB // 4 - 1, allocated=True)
 
 
 @pytest.mark.parametrize("graphs", [None, Tape()])

@@ -87,9 +87,9 @@ def test_a_target_of_transformers_with_settings_of_each_row(tmp_path):
     samplings = [Sampling(repetition_penalty=1.3), SAMPLED, Sampling(0.7, frequency_penalty=0.5)]
     how = {"max_new_tokens": 12, "sampling": samplings, "logprobs": True, "eos": frozenset()}
     for parts in ((), (eagle3.create(target).eval(), DynamicTree(3, 3, 9))):
-        told = [outcome(Engine(target, *parts, overlap=late), stop=[None, Third(), None], **how) for late in (0, 1)]
-        assert_same(told[1], told[0])
-        assert [row[1] for row in told[0][0]] == ["length", "stop", "length"]
+        results = [outcome(Engine(target, *parts, overlap=late), stop=[None, Third(), None], **how) for late in (0, 1)]
+        assert_same(results[1], results[0])
+        assert [row[1] for row in results[0][0]] == ["length", "stop", "length"]
 
 
 class Script:
@@ -118,7 +118,7 @@ class Script:
         # Two tokens are known, one of them not in the cache; an unread round may add three.
         (Sequence([0, 0], 8, tokens=[1]), [1, 3, 3, 3],
          ["launch 2", "launch 5", "read 1", "launch 6", "read 3", "launch 9", "read 3"], [1] * 8),
-        # The unread round brings the last token in any case: no other round is launched.
+        # The unread round brings the last token in any case: no other round is started.
         (Sequence([0, 0], 3, tokens=[1]), [1, 3], ["launch 2", "launch 5", "read 1", "read 3"], [1] * 3),
         # One round is void after a text that ends early.
         (Sequence([0], 9, tokens=[2], eos=frozenset({1})), [3, 3], ["launch 1", "launch 4", "read 3"], [2, 1]),

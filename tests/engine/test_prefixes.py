@@ -114,7 +114,7 @@ def test_those_used_longest_ago_go_first():
 def test_one_that_is_continued_gives_way():
     prefixes = Prefixes(PLENTY)
     prefixes.keep([8] * (LEAST - 1), layers(LEAST - 1), None)
-    assert prefixes.bytes == 0, "too short a prefix is kept"
+    assert prefixes.bytes == 0, "too short a prefix is cached"
     prefixes.keep([1] * 40, layers(40), None)
     prefixes.keep([1] * 40 + [2] * 40, layers(80), None)
     assert prefixes.bytes == bytes_of(80)

@@ -94,9 +94,9 @@ def test_plain_decoding_several_calls_and_names(target, tmp_path):
     recorder.name(["q1", "q1", "q2"], ["math", "math", None])
     for _ in range(2):
         recorded(engine, recorder=recorder)
-    told = [(row.call, row.question, row.category) for row in recorder.trace.rows]
-    assert told[:3] == [(0, "q1", "math"), (0, "q1", "math"), (0, "q2", None)]
-    assert told[3:] == [(1, "3", None), (1, "4", None), (1, "5", None)]
+    labels = [(row.call, row.question, row.category) for row in recorder.trace.rows]
+    assert labels[:3] == [(0, "q1", "math"), (0, "q1", "math"), (0, "q2", None)]
+    assert labels[3:] == [(1, "3", None), (1, "4", None), (1, "5", None)]
     recorder.name(["q1"])
     with pytest.raises(ValueError, match="1 questions were named, but 3 prompts"):
         recorded(engine, recorder=recorder)
@@ -184,11 +184,11 @@ def test_the_command_writes_what_it_reports(target_path, drafter_path, tmp_path,
     flags = ("--target", target_path, "--draft", drafter_path, "--prompt-file", tmp_path / "prompts.txt")
     flags += ("--max-new-tokens", 16, "--json", "--compare", "--batch-size", 2, "--trace", tmp_path / "trace")
     command.main([*map(str, flags)])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    labels = json.loads(capsys.readouterr().out.splitlines()[-1])
     trace = read_trace(tmp_path / "trace")
-    assert [row.tokens for row in trace.rows] == told["token_ids"], "plain decoding for --compare is not recorded"
-    assert metrics.tau(trace.rows) == told["tau"]
-    assert metrics.acceptance_by_depth(trace.rows) == told["acceptance_by_depth"]
+    assert [row.tokens for row in trace.rows] == labels["token_ids"], "plain decoding for --compare is not recorded"
+    assert metrics.tau(trace.rows) == labels["tau"]
+    assert metrics.acceptance_by_depth(trace.rows) == labels["acceptance_by_depth"]
     assert [row.call for row in trace.rows] == [0, 0, 1]
     assert trace.settings["flags"]["max_new_tokens"] == 16
     assert trace.settings["tree"] == {"class": "DynamicTree", "steps": 5, "topk": 4, "num_draft_tokens": 16}

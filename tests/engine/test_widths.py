@@ -29,8 +29,8 @@ class Watched(Tape):
         super().__init__()
         self.rows: list[int] = []
 
-    def capture(self, run, kept, bound):
-        replay, rows = super().capture(run, kept, bound), len(kept[0])
+    def capture(self, run, preserved, bound):
+        replay, rows = super().capture(run, preserved, bound), len(preserved[0])
 
         def watched(bound):
             self.rows.append(rows)

@@ -199,7 +199,7 @@ def test_what_answers_do_not_tell_apart_is_said(target, answers, heads):
     noise = [o.name for o in report.rounds[-1] if o.verdict == "noise"]
     said = verdict.verdict(report)
     assert noise
-    assert "Not told apart from it" in said
+    assert "No significant difference from it" in said
     assert all(f"'{name}'" in said for name in noise)
 
 
@@ -339,8 +339,8 @@ def test_check_prints_a_verdict(run, falsified, heads, arguments, tmp_path):
     code, _, err = run(*arguments, tmp_path / "nowhere")
     assert code == 2
     assert err.count("\n") == 1
-    for flag, told in (("--qqq", "specdec doctor check --help lists all"), ("--stepz", "there is --steps and --help")):
-        assert run(*arguments, "x", flag, 3) == (2, "", f"error: there is no flag {flag}; {told}\n")
+    for flag, hint in (("--qqq", "specdec doctor check --help lists all"), ("--stepz", "there is --steps and --help")):
+        assert run(*arguments, "x", flag, 3) == (2, "", f"error: there is no flag {flag}; {hint}\n")
 
 
 def test_check_ends_with_2_if_the_draft_does_not_load(run, falsified, heads, arguments):

@@ -204,8 +204,8 @@ def test_exports_hold_of_the_target_what_they_need_and_name_it(tmp_path):
     convert(headless, tmp_path / "there", "eagle3", target)  # a tied target, whose head is its embedding
     assert torch.equal(load_file(tmp_path / "there" / "model.safetensors")["lm_head.weight"], embedding.bfloat16())
     # servers know no demo/target
-    told = speculators_fields("eagle3", "Eagle3Speculator", TargetFacts("demo/target", (), 8, lambda part: None))
-    assert Path(told["speculators_config"]["verifier"]["name_or_path"]).is_dir()
+    written = speculators_fields("eagle3", "Eagle3Speculator", TargetFacts("demo/target", (), 8, lambda part: None))
+    assert Path(written["speculators_config"]["verifier"]["name_or_path"]).is_dir()
 
 
 @pytest.mark.parametrize("fc_bias", [True, False])

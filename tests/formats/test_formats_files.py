@@ -1,4 +1,4 @@
-"""The files behind a checkpoint: shards, pickles, the hub's cache, token maps, heads inside a target."""
+"""The files of a checkpoint: shards, pickles, the hub's cache, token maps, heads inside a target."""
 
 import argparse
 import json
@@ -56,7 +56,7 @@ def test_shards_and_pickles_hold_the_same(kind, folder, target):
         (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
     else:
         torch.save(original, folder / ("pytorch_model.bin" if kind == "bin" else "head.pt"))
-    torch.save([1, 2, 3], folder / "freq_3.pt")  # an FR-Spec map that lies beside the weights is no weight
+    torch.save([1, 2, 3], folder / "freq_3.pt")  # an FR-Spec map in the folder of the weights is no weight
     assert same_as(folder, target, original)
 
 
@@ -64,8 +64,8 @@ def test_shards_and_pickles_hold_the_same(kind, folder, target):
     ("name", "message"),
     [
         ("part-2.safetensors", "lacks the shard part-2.safetensors"),
-        ("", "weight_map must name files beside it, got ''"),
-        ("../part-2.safetensors", "weight_map must name files beside it, got '../part-2.safetensors'"),
+        ("", "weight_map must name files in its own folder, got ''"),
+        ("../part-2.safetensors", "weight_map must name files in its own folder, got '../part-2.safetensors'"),
     ],
 )
 def test_a_shard_that_is_no_file_beside_the_index_is_named(name, message, folder, target):

@@ -169,7 +169,7 @@ def test_dflash2(target, target_folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [{}, {"input_norm": True, "residual_norm": True}, {"tap_norms": True}])
 @torch.no_grad()
 def test_peagle(kind, target, target_folder, tmp_path, monkeypatch):
-    """Every row behind every anchor, of which the library takes whatever is sampled."""
+    """Every row after every anchor, of which the library takes whatever is sampled."""
     core = import_module("speculators.models.peagle.core")
     drafter = peagle.create(target, vocab=some(target), layers=3, block_size=4, init="random", **kind).eval()
     model = exported(drafter, target, target_folder, tmp_path)

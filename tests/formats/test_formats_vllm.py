@@ -178,7 +178,7 @@ def test_the_bundled_head_is_exported_with_its_last_tap(tmp_path):
 
 
 def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
-    """vLLM and transformers give the projection behind the attention a bias too, which they would leave undefined."""
+    """vLLM and transformers give the projection after the attention a bias too, which they would leave undefined."""
     folder, target, _ = pair
     drafter = randomized(eagle3.create(target, init="random", qkv_bias=True, taps=(1, 3, 5)))
     _, tensors = written(drafter, target, tmp_path, folder)

@@ -44,7 +44,7 @@ def test_bundled_drafters(name, tmp_path):
 
 
 @pytest.mark.parametrize(("title", "method"), [("P-EAGLE", "eagle3"), ("PARD", "draft_model")])
-def test_vllm_is_told_of_mask_rows(title, method, tmp_path):
+def test_vllm_gets_the_mask_rows(title, method, tmp_path):
     (family,) = (family for family in FAMILIES if family.title == title)
     config = json.loads(
         shlex.split(start_command("vllm", SimpleNamespace(family=family, meaning=None), tmp_path, "T"))[4]
@@ -53,8 +53,8 @@ def test_vllm_is_told_of_mask_rows(title, method, tmp_path):
     assert all(bool(family.method) == ("vllm" in family.servers) for family in FAMILIES)
 
 
-def test_sglang_is_told_which_tokens_a_head_proposes(tmp_path):
-    """They lie beside the head as a list in a pickle, and a later export of all tokens leaves none behind."""
+def test_sglang_gets_the_tokens_that_a_head_proposes(tmp_path):
+    """They lie in the head's folder as a list in a pickle, which a later export of all tokens removes."""
     target, there = tiny_target(), tmp_path / "there"
     for ids in ([5, 2, 9, 11], None):
         some = DraftVocab(target.vocab, ids and torch.tensor(ids))

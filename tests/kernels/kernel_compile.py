@@ -4,7 +4,7 @@
     python tests/kernels/kernel_compile.py --few      # each kernel once
 
 Registers and stack (bytes that did not fit into registers) are those of a thread, shared memory is that of a program,
-in bytes. What is launched is named by `launches` in each test file of the kernels. Triton's launcher runs as usual,
+in bytes. `launches` in each test file of the kernels names the kernels of a call. Triton's launcher runs as usual,
 with a driver that knows only its target, and a `run` that stops before the launch.
 """
 

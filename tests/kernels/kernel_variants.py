@@ -69,7 +69,7 @@ class Again:
     def forget(self) -> None:
         pass
 
-    def capture(self, run, kept, bound):
+    def capture(self, run, preserved, bound):
         return lambda _: run(bound)
 
 

@@ -71,13 +71,13 @@ def test_a_draft_model_sees_the_levels_before(device, tree, sliding, triton_ever
         target.load_state_dict(weights)
     target.to(device)
     engine = Engine(target, DraftModel(target), tree)
-    told = []
+    results = []
     for backend in ("torch", "triton"):
         ops.use(backend)
-        told.append(engine.generate(prompts, max_new_tokens=11, eos=frozenset()).rows)
-    assert [row.trace for row in told[0]] == [row.trace for row in told[1]]
+        results.append(engine.generate(prompts, max_new_tokens=11, eos=frozenset()).rows)
+    assert [row.trace for row in results[0]] == [row.trace for row in results[1]]
     if isinstance(tree, Chain):
-        assert [row.trace.accepted for row in told[1]] == [[4, 4]] * len(prompts)
+        assert [row.trace.accepted for row in results[1]] == [[4, 4]] * len(prompts)
 
 
 @pytest.fixture(scope="module")
@@ -107,17 +107,17 @@ def test_every_drafter_drafts_the_same(device, name, tree, windowed_target, trit
     target = windowed_target.to(device)
     drafter = fresh_drafter(name, target, num_hidden_layers=1, num_attention_heads=2).to(device)
     if isinstance(drafter, NGram):
-        drafter.reach = None  # behind any match; so short a text has no long ones
+        drafter.reach = None  # draft after any match; so short a text has no long ones
     engine = Engine(target, drafter, tree)
-    told = []
+    results = []
     for backend in ("torch", "triton"):
         ops.use(backend)
         recorder = Recorder()
         engine.generate([[3, 5, 7, 3, 5, 7]], max_new_tokens=7, eos=frozenset(), observer=recorder)
         rounds = recorder.trace.rows[0].rounds
-        told.append([(r.accepted, r.path, nodes_of(r.tree)) for r in rounds])
-    assert told[0] == told[1]
-    assert any(accepted for accepted, *_ in told[0]), "nothing was accepted: the test shows little"
+        results.append([(r.accepted, r.path, nodes_of(r.tree)) for r in rounds])
+    assert results[0] == results[1]
+    assert any(accepted for accepted, *_ in results[0]), "nothing was accepted: the test shows little"
 
 
 class Sums(TorchDispatchMode):
@@ -137,7 +137,7 @@ class Sums(TorchDispatchMode):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
 def test_residuals_are_added_in_the_norms(device, family, triton_everywhere, monkeypatch):
-    """No sum of hidden states is an operator of its own: not behind attention, not behind an MLP, nor at a tap."""
+    """No sum of hidden states is an operator of its own: not after attention, not after an MLP, nor at a tap."""
     config = replace(tiny_target().config, **FAMILIES[family])
     target = Target(replace(config, layers=2, sliding=config.sliding and (True, False))).eval().to(device)
     tokens, cache = torch.tensor([[3, 5, 7]], device=device), target.new_cache(1, 16)

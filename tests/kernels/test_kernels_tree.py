@@ -40,7 +40,7 @@ def level(b: int, w: int, columns: int, seed: int, ties: bool):
 @pytest.mark.parametrize(("b", "w", "columns"), [(1, 1, 1), (2, 3, 3), (1, 8, 40), (2, 10, 70), (1, 32, 64)])
 @pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 def test_tree_level(device, b, w, columns, ties):
-    """Of equal scores the first candidates are chosen: for torch they are a little better than those behind them."""
+    """Of equal scores the first candidates are chosen: for torch they are a little better than the later ones."""
     scores, places, seen, gains, tokens = given = level(b, w, columns, w, ties)
     made = [x.cpu() for x in tree_level.launch(*(x.to(device) for x in given), 17, w)]
     order = torch.arange(w * w).view(w, w) * (1e-4 if ties else 0)
@@ -90,7 +90,7 @@ def test_tree_select(device, w, steps, n, ties):
 
 
 def test_candidates_that_cannot_be_come_last(device):
-    """A path of probability 0 is kept only where nothing else is left."""
+    """A path of probability 0 is selected only where nothing else is left."""
     scores = torch.tensor([[-1.0, -torch.inf, -1.5, -torch.inf, -torch.inf, -torch.inf]])
     parents = torch.tensor([[0, 0, 1, 1, 2, 2]])
     made = tree_select.launch(

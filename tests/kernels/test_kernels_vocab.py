@@ -54,17 +54,17 @@ def test_head_topk_of_equal_logits_and_of_none(device):
 
 def keys_of(rows: int, device, seed: int = 3) -> torch.Tensor:
     noise = Noise([(seed, row) for row in range(rows)], hashes_of(torch.arange(1)))
-    return noise.behind(torch.zeros(rows, dtype=torch.int64)).keys[:, 0].to(device)
+    return noise.after(torch.zeros(rows, dtype=torch.int64)).keys[:, 0].to(device)
 
 
 def check(device, logits: torch.Tensor, filters: tuple, parts: int | None = None) -> torch.Tensor:
     """Compare what survives with torch's filters, ties at the threshold included; return the tokens drawn."""
     found = filtered_sampling.launch(logits.to(device), *filters, keys_of(len(logits), device), parts=parts)
     tokens, least = (x.cpu() for x in found)
-    kept = logits >= least[:, None]
+    passing = logits >= least[:, None]
     sorted_out = filtered_scores(logits, Sampling(*filters)) == -torch.inf
-    assert torch.equal(kept, logits >= logits.masked_fill(sorted_out, torch.inf).amin(-1, keepdim=True))
-    assert kept.gather(1, tokens[:, None]).all()
+    assert torch.equal(passing, logits >= logits.masked_fill(sorted_out, torch.inf).amin(-1, keepdim=True))
+    assert passing.gather(1, tokens[:, None]).all()
     return tokens
 
 
@@ -111,7 +111,7 @@ def _bits(out, keys, vocab, WIDTH: tl.constexpr):
 def test_the_bits_of_the_noise_are_those_of_torch(device):
     """And those of the CPU, where the keys are made too."""
     noise = Noise([(0, 0), (-1, 2**63), (12345678901234567890123, 7)], hashes_of(torch.arange(1000)))
-    keys = noise.behind(torch.tensor([0, 5, 10**6]), 4).keys.flatten(0, 1)
+    keys = noise.after(torch.tensor([0, 5, 10**6]), 4).keys.flatten(0, 1)
     out = torch.zeros(12, 1000, dtype=torch.int32, device=device)
     _bits[(12,)](out, keys.to(device), 1000, WIDTH=1024)
     assert torch.equal(out.cpu(), bits_of(keys, noise.hashes))

@@ -93,7 +93,7 @@ def test_what_random_weights_accept_is_no_reference(random, fastest):
     assert "note" not in rows["sdpa"]
 
 
-def test_a_contender_that_fails_is_told_and_the_others_go_on():
+def test_a_contender_that_fails_is_reported_and_the_others_go_on():
     def absent():
         raise NotAvailable("no such thing")
 

@@ -130,7 +130,7 @@ def hold(target, questions, **how):
             prompts.append(ids)
             return super().generate(ids, **kwargs)
 
-    how = {"max_new_tokens": 6, "sampling": Sampling(), "name": lambda *told: names.append(told)} | how
+    how = {"max_new_tokens": 6, "sampling": Sampling(), "name": lambda *parts: names.append(parts)} | how
     results, left_out = converse(Heard(target), questions, **how)
     return prompts, names, results, left_out
 

@@ -61,12 +61,12 @@ def test_a_tree_is_measured_and_decoded_with(folders, target_path, tmp_path, cap
 def test_a_sweep_has_points_over_blocks(folders, target, tmp_path):
     benchmark = Benchmark("tiny", [Question("a", "animals", ("The quick brown",))])
     how = {"max_new_tokens": 8, "resamples": 20, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
-    sweep, told = Sweep(target, "signature", benchmark, tmp_path, **how), []
+    sweep, reported = Sweep(target, "signature", benchmark, tmp_path, **how), []
     drafts = [Draft.read(str(folder)) for folder in folders.values()]
     trees = grid(2, 3, 6) + grid([1, 2], 3, 6, block=True)
     points = sweep.points(drafts, trees, baseline=True, best_tree=None)
-    sweep.run(points, lambda point, what: told.append(what.split(":")[0]))
-    assert told == ["measured"] * 6 + ["skipped"]  # the last one's slots depend on the drafted tokens
+    sweep.run(points, lambda point, what: reported.append(what.split(":")[0]))
+    assert reported == ["measured"] * 6 + ["skipped"]  # the last one's slots depend on the drafted tokens
     results, _, _ = write_results(tmp_path)
     assert {r["names"]["draft"] for r in results} >= {"dflash", "dflash, over the block", "dspark"}
     assert [r["identical"] for r in results if "tau" in r.get("metrics", {})] == [1] * 6

@@ -47,7 +47,7 @@ def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
     [
         ({"a": [0.5, 0.5, 0.5], "b": [0.8, 0.8, 0.8]}, {},
          "a is 2.00 times as fast as plain decoding (2.00 to 2.00). All texts are plain decoding's."),
-        ({"a": [0.4, 0.6, 0.5], "b": [0.6, 0.4, 0.55]}, {}, "Not told apart from it: b."),
+        ({"a": [0.4, 0.6, 0.5], "b": [0.6, 0.4, 0.55]}, {}, "No significant difference from it: b."),
         ({"a": [2.0, 2.0, 2.0]}, {}, "No drafter pays here: a, the nearest, is 0.50 times as fast"),
         ({"a": [0.5, 1.5, 0.9]}, {}, "No drafter is shown to pay: a came out 1.03 times as fast"),
         ({"a": [0.5]}, {}, "a was 2.00 times as fast as plain decoding. One prompt says nothing of others"),
@@ -106,7 +106,7 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
         ({"drafter": "demo/eagle9"}, "nothing bundled is called demo/eagle9; there is demo/dflash, demo/dspark"),
     ],
 )
-def test_what_is_no_such_thing_is_told(target, drafter_path, how, message):
+def test_what_is_no_such_thing_is_reported(target, drafter_path, how, message):
     with pytest.raises(ValueError, match=message):
         specdec.generate(target, **{"prompts": "x", "drafter": drafter_path} | how)
 

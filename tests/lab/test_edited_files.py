@@ -91,15 +91,15 @@ def put_in_trace(trace: Path, folder: Path, name: str, content: bytes) -> None:
 
 @pytest.mark.parametrize("name", [HEADER, ROWS, ROUNDS])
 def test_traces(trace, tmp_path, name):
-    told = []
+    messages = []
     for what, content in edited((trace / name).read_bytes(), 60):
         put_in_trace(trace, tmp_path / "t", name, content)
         try:
-            told.append(check_metrics(tmp_path / "t"))
+            messages.append(check_metrics(tmp_path / "t"))
         except Exception as error:
             raise AssertionError(what) from error
-    refused = [sentence for sentence in told if sentence]
-    assert len(refused) > len(told) / 3
+    refused = [sentence for sentence in messages if sentence]
+    assert len(refused) > len(messages) / 3
     assert all(str(tmp_path / "t") in sentence for sentence in refused)
 
 
@@ -110,7 +110,7 @@ def test_nodes_of_traces(trace, tmp_path):
         "other type": lambda t: t.update(tokens=t["tokens"].double()),
         "shorter": lambda t: t.update(logq=t["logq"][1:]),
         "two axes": lambda t: t.update(logp=t["logp"][:, None]),
-        "a parent behind its child": lambda t: t["parents"].fill_(7),
+        "a parent after its child": lambda t: t["parents"].fill_(7),
         "a negative parent": lambda t: t["parents"].fill_(-1),
         "a negative token": lambda t: t["tokens"].fill_(-5),
     }

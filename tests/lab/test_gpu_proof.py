@@ -69,7 +69,7 @@ def test_a_time_limit_interrupts_a_stage_and_its_children(tmp_path, monkeypatch)
 def test_stages_that_need_not_or_cannot_run(tmp_path):
     there, absent = tmp_path / "there", tmp_path / "absent"
     there.touch()
-    for settings, limit, told in (
+    for settings, limit, reason in (
         ({"makes": there}, 30, "there is there already"),
         ({"needs": (there, absent)}, 30, f"{absent} is missing"),
         ({"void": "no GPU"}, 30, "no GPU"),
@@ -77,7 +77,7 @@ def test_stages_that_need_not_or_cannot_run(tmp_path):
     ):
         record = run_stage(program("", **settings), limit, tmp_path)
         assert record["outcome"] == ("kept" if "makes" in settings else "skipped")
-        assert record["reason"].endswith(told)
+        assert record["reason"].endswith(reason)
     assert run_stage(program("", makes=absent), 30, tmp_path)["outcome"] == "failed"
 
 
@@ -183,11 +183,11 @@ def test_one_lost_device_is_one_failure(tmp_path):
     how = {"cwd": tmp_path, "env": os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}}
     done = subprocess.run(command, **how, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    told = json.loads(file.read_text())
-    assert told["complete"]
-    assert told["counts"] == {"passed": 7, "failed": 2}
+    reason = json.loads(file.read_text())
+    assert reason["complete"]
+    assert reason["counts"] == {"passed": 7, "failed": 2}
     (kernel, crash), (value,) = (
-        [failure for failure in told["failures"] if failure["test"].endswith(f"[{number}]")] for number in (4, 7)
+        [failure for failure in reason["failures"] if failure["test"].endswith(f"[{number}]")] for number in (4, 7)
     )
     assert "illegal memory access" in kernel["text"]
     assert kernel["Captured stdout call"] == "number 4\n"
@@ -225,7 +225,7 @@ def test_a_target_from_scratch(monkeypatch, tmp_path):
     assert 0 < report["tokens"] < report["tokens_in_data"]
 
 
-def test_parts_and_stages_are_chosen_by_name_and_those_that_cannot_run_are_told(monkeypatch, tmp_path):
+def test_parts_and_stages_are_chosen_by_name_and_those_that_cannot_run_are_reported(monkeypatch, tmp_path):
     by_part = gpu_stages.Proof("cpu", tmp_path, tmp_path, None, gpu_stages.TINY).parts()
     assert list(by_part) == ["tests", "shape", "train", "kernels", "transformers"]
     chosen = [stage.name for stage in gpu_proof.choose(by_part, "pair,shape,tests")]

@@ -148,9 +148,9 @@ def table_rows(heading: str) -> list[list[str]]:
 
 
 def test_the_page_has_the_small_trace_and_every_metric_of_it():
-    told = [(cells[0], cells[2], [int(cell) for cell in cells[3:]]) for cells in table_rows("The small trace")]
-    assert told == [(question, category, list(r)) for question, category, rounds in SMALL for r in rounds]
-    told = {cells[0]: cells[3] for cells in table_rows("Which is which")}
-    assert told == {name: f"{metric(ROWS):.3f}" for name, metric in METRICS.items()} | {
+    cells_read = [(cells[0], cells[2], [int(cell) for cell in cells[3:]]) for cells in table_rows("The small trace")]
+    assert cells_read == [(question, category, list(r)) for question, category, rounds in SMALL for r in rounds]
+    cells_read = {cells[0]: cells[3] for cells in table_rows("Which is which")}
+    assert cells_read == {name: f"{metric(ROWS):.3f}" for name, metric in METRICS.items()} | {
         name: ", ".join(f"{value:.3f}" for value in metric(ROWS)) for name, metric in BY_DEPTH.items()
     }

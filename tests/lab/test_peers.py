@@ -161,7 +161,7 @@ def test_weights_and_cache_count_in_their_own_width():
 
 
 def test_an_engine_in_a_process_of_its_own(tmp_path, monkeypatch):
-    """Its files are removed whatever happens; it goes on after an error; what it dies of is told."""
+    """Its files are removed whatever happens; it continues after an error; the error that ends it is reported."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     peer = Copycat(tiny_target())
     with pytest.raises(ZeroDivisionError):

@@ -77,7 +77,7 @@ def test_sampled_text_of_a_pair(pair):
     assert bad.pvalue < 1e-6
 
 
-# What rejected drafts leave behind
+# State of rejected drafts
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def keeps(name: str):
     def broken(cache: RecurrentCache, n) -> None:
         window = cache.window
         commit(cache, n)
-        cache.kept[f"{name} 0"].copy_(window.last[f"{name} 0"])
+        cache.tensors[f"{name} 0"].copy_(window.last[f"{name} 0"])
 
     return broken
 
@@ -130,7 +130,7 @@ def test_broken_states_are_found(broken, hybrid, monkeypatch):
 
 
 def test_a_broken_cache_of_keys_is_found(monkeypatch):
-    """One rejected draft too many is kept."""
+    """One rejected draft too many is committed."""
     monkeypatch.setattr(KVCache, "commit", lambda cache, path, n, bound: cache.advance(n + 1, bound))
     assert prove_rollback(tiny_target(), OTHERS).states > 0
 
@@ -141,9 +141,9 @@ def test_a_broken_cache_of_keys_is_found(monkeypatch):
 def test_the_command(capsys, tmp_path, target_path, drafter_path):
     how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "8", "--limit", "2"]
     main([*how, "--draws", "1000", "--json", "--out", str(tmp_path / "proof.md")])
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert told["sound"]
-    assert {case["rule"] for case in told["laws"]} == {"match", "rejection", "block", "sglang"}
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["sound"]
+    assert {case["rule"] for case in printed["laws"]} == {"match", "rejection", "block", "sglang"}
     assert "No bug found" in (tmp_path / "proof.md").read_text()
     main([*how, "--draws", "4000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out

@@ -103,8 +103,8 @@ def test_trees_over_blocks(target, children):
     drafter, how = DRAFTERS["dflash"](target), dict(HOW)
     if children:
         how |= {"sampling": Sampling(0.8), "seed": 5}
-    told = {"children": children} if children else {}
-    recording = recorded(target, drafter, PROMPTS, topks=(1, 2, 6), steps=5, **told, **how)
+    options = {"children": children} if children else {}
+    recording = recorded(target, drafter, PROMPTS, topks=(1, 2, 6), steps=5, **options, **how)
     accepted = set()
     for tree, replayed in zip(BLOCK_TREES, recording.replay_many(BLOCK_TREES), strict=True):
         rows = Engine(target, drafter, tree, children=children).generate(PROMPTS, **how).rows

@@ -29,7 +29,7 @@ from specdec.verify import make_verifier
 
 SVG = "{http://www.w3.org/2000/svg}"
 
-# A tree of four nodes behind the root: 1 and 2 are its children, 3 and 4 those of 1.
+# A root with four nodes: 1 and 2 are its children, 3 and 4 those of 1.
 PARENTS, OWN = [0, 0, 0, 1, 1], [1.0, 0.62, 0.33, 0.55, 0.24]
 
 
@@ -208,11 +208,11 @@ def test_the_page_is_whole_needs_nothing_else_and_says_what_was_measured(out):
     words = " ".join(page.words)
     taus = [r["metrics"]["tau"]["value"] for r in results if r["kind"] == "decode" and "skipped" not in r]
     torch_version = next(iter(timings.values()))["machine"]["torch"]
-    for told in (
+    for reported in (
         "eagle<3>", "<second>", "specdec sweep <x>", "3 records of the benchmark", "num_draft_tokens is 50",
         f"torch {torch_version}", *(f"{tau:.2f}" for tau in taus),
     ):  # fmt: skip
-        assert told in words
+        assert reported in words
     assert "that differ from plain" not in words
 
 
@@ -231,9 +231,9 @@ def test_tables_warn_of_different_answers_and_have_the_acceptance_of_all_rounds(
     found["identical"] -= 1
     found["names"]["lossless"] = False
     print_tables(results, timings)
-    told = capsys.readouterr().out
-    assert "Points with answers that differ from plain decoding's: 1." in told
-    assert "Lossy: SampleAndMatch()" in told
+    reported = capsys.readouterr().out
+    assert "Points with answers that differ from plain decoding's: 1." in reported
+    assert "Lossy: SampleAndMatch()" in reported
     found["by_depth"]["acceptance_by_depth"] = [{"value": 0.25}, {"value": 0.1}, {"value": None}]
     (row,) = table_of([found], timings)
     assert row["cells"][4] == "25 10 %"

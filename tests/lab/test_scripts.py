@@ -36,14 +36,14 @@ def test_a_script_from_another_folder_and_its_child_import_this_checkout(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "module", "told"),
+    ("arguments", "module", "command"),
     [
         (["specdec sweep", "topk=[1,4]"], "specdec.__main__", "specdec sweep 'topk=[1,4]'"),
         (["/anywhere/kernels.py", "--nodes", "9"], "specdec.lab.kernels", "python -m specdec.lab.kernels --nodes 9"),
         (["scripts/gpu_proof.py", "--tiny"], None, "python scripts/gpu_proof.py --tiny"),
     ],
 )
-def test_results_name_the_command_as_one_types_it(monkeypatch, arguments, module, told):
+def test_results_name_the_command_as_one_types_it(monkeypatch, arguments, module, command):
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and SimpleNamespace(name=module), raising=False)
-    assert command_line() == told
+    assert command_line() == command

@@ -1,4 +1,4 @@
-"""Servers behind OpenAI's interface: asked, compared, and caught where they are wrong."""
+"""Servers with OpenAI's interface: asked, compared, and caught where they are wrong."""
 
 import json
 import threading
@@ -84,9 +84,9 @@ def test_our_own_server_by_the_command(target_path, drafter_path, tmp_path, caps
     finally:
         server.should_exit = True
         thread.join()
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (told["sound"], told["texts"], told["bugs"]) == (True, 2, 0)
-    assert told["drift"] < 1e-4
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (printed["sound"], printed["texts"], printed["bugs"]) == (True, 2, 0)
+    assert printed["drift"] < 1e-4
     assert "No bug found: 2 of 2 texts equal" in (tmp_path / "page.md").read_text()
 
 
@@ -101,7 +101,7 @@ def test_the_command_ends_with_1_for_a_wrong_server(target_path, drafter_path, c
     assert "NOT LOSSLESS" in capsys.readouterr().out
 
 
-def test_requests_are_tried_again_and_refusals_are_told(target):
+def test_requests_are_tried_again_and_refusals_are_reported(target):
     with small_server(Engine(target), fail=lambda number: {0: 503, 1: 0, 2: 429}.get(number)) as server:
         answer = Remote(server.url).complete([3], 4, Sampling(0.5, top_p=0.9), seed=7)
         assert len(server.asked) == 4

@@ -58,19 +58,19 @@ def points_of(found: Sweep, drafter_path):
 
 
 def measure(target, drafter_path, out, **how) -> list[str]:
-    told = []
+    lines = []
     found = make(target, out, **how)
-    found.run(points_of(found, drafter_path), lambda point, what: told.append(what))
+    found.run(points_of(found, drafter_path), lambda point, what: lines.append(what))
     write_results(out)
-    return told
+    return lines
 
 
 @pytest.fixture(scope="module")
 def whole(target, drafter_path, tmp_path_factory):
     """A sweep that nothing interrupted."""
     out = tmp_path_factory.mktemp("sweep") / "whole"
-    told = measure(target, drafter_path, out)
-    assert [what.split(":")[0] for what in told] == ["measured", *["measured", "measured", "skipped", "measured"] * 2]
+    lines = measure(target, drafter_path, out)
+    assert [what.split(":")[0] for what in lines] == ["measured", *["measured", "measured", "skipped", "measured"] * 2]
     return out
 
 
@@ -191,8 +191,8 @@ def test_killed_and_resumed_is_the_same(place, whole, target, drafter_path, tmp_
         measure(target, drafter_path, tmp_path)
     points = tmp_path / "points"
     done = len(list(points.glob(f"*/{store.RESULT}")))
-    told = measure(target, drafter_path, tmp_path)
-    assert told.count("reused") == done - len([*points.glob("*.partial")])
+    lines = measure(target, drafter_path, tmp_path)
+    assert lines.count("reused") == done - len([*points.glob("*.partial")])
     assert (tmp_path / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
     assert [p.name for p in points.iterdir() if p.suffix] == []
 

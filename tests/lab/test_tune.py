@@ -75,8 +75,8 @@ def test_a_prediction_by_hand():
 )
 def test_rounds_that_draft_less_cost_less(tree, batch, drafted, seconds):
     costs = Known({CHAIN: 2.0, Chain(1): 1.5, TREE: 3.0, None: 1.0})
-    told = predict(costs, tree, [[3, 1, 1], [2, 1]], [4, 9], batch, drafted)
-    assert told.tokens_per_second == pytest.approx(8 / seconds)
+    predicted = predict(costs, tree, [[3, 1, 1], [2, 1]], [4, 9], batch, drafted)
+    assert predicted.tokens_per_second == pytest.approx(8 / seconds)
 
 
 def really(engine, prompts: list, batch: int, new: int) -> tuple[int, int]:
@@ -104,8 +104,8 @@ def test_n_grams_are_predicted_as_they_run(batch):
     hook.remove()
     assert {1, 4} <= set(columns)
     costs = Known({None: 1.0} | {Chain(steps): 1.0 + steps for steps in (1, 2, 3)})
-    _, (told,) = predict_all(costs, recording, accepted(recording, tree), [len(p) for p in prompts], batch)
-    assert told.tokens_per_second == pytest.approx(tokens / sum(columns))
+    _, (predicted,) = predict_all(costs, recording, accepted(recording, tree), [len(p) for p in prompts], batch)
+    assert predicted.tokens_per_second == pytest.approx(tokens / sum(columns))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

@@ -138,7 +138,7 @@ def test_gemma3_half_precision_rounds_as_transformers_does(tmp_path):
 
 @pytest.mark.parametrize("prefixes", [("language_model.model.", ""), ("model.language_model.", "model.")])
 def test_the_text_part_of_gemma3_that_sees(prefixes, tmp_path):
-    """Both orders of names, with the vision part set aside. Released configs leave most text fields out."""
+    """Both orders of names, with the vision part ignored. Released configs leave most text fields out."""
     text_prefix, eye_prefix = prefixes
     model = save_hf(tmp_path, **GEMMA3)
     file = tmp_path / "model.safetensors"

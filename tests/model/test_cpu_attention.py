@@ -1,4 +1,4 @@
-"""Our own attention on the CPU: the formula, unseen slots, and bits that do not depend on what is beside a position."""
+"""Our own attention on the CPU: the formula, unseen slots, and bits that do not depend on other positions."""
 
 from dataclasses import replace
 
@@ -151,7 +151,7 @@ def test_an_attention_in_one_call_has_the_bits_of_its_operators(qk_norm, monkeyp
 
 @torch.no_grad()
 def test_a_tree_and_plain_decoding_see_the_same_logits():
-    """Bit for bit, as products (`rows.cpp`) and norms do not depend on the rows beside them either."""
+    """Bit for bit, as products (`rows.cpp`) and norms do not depend on other rows either."""
     target = random_target()
     prompt, path, other = torch.arange(40)[None], [7, 99, 3], [50, 51]
     in_tree, alone = (target.new_cache(1, SLOTS) for _ in range(2))

@@ -48,7 +48,7 @@ def without_rows(monkeypatch):
 
 
 def same_in_parts(product, x: torch.Tensor, counts, places=(0, 5)) -> bool:
-    """Whether rows of a product have the same bits whatever rows are beside them."""
+    """Whether a row of a product has the same bits whatever the other rows are."""
     whole = product(x)
     return all(torch.equal(product(x[at : at + n]), whole[at : at + n]) for n in counts for at in places)
 
@@ -102,7 +102,7 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype):
 @pytest.mark.usefixtures("without_onednn")
 @torch.no_grad()
 def test_what_bf16_holds_is_read_in_bf16_and_all_is_multiplied_in_fp32(size, inputs, held):
-    """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it."""
+    """A product with the identity gives the weight, and a row of a product does not depend on the other rows."""
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(size, inputs, generator=draw).to(held).float()
     least = 1.2e-38 if torch.ops.specdec_rows.tiled(inputs, 4 // held.itemsize) else 1e-38  # AMX takes less for 0
@@ -136,7 +136,7 @@ def test_amx_multiplies_all_of_an_fp32_number():
 @pytest.mark.parametrize(("size", "inputs"), [(96, 48), (64, 2), (130, 50), (5, 6), (192, 640), (130, 32)])
 @torch.no_grad()
 def test_rows_are_rounded_to_bf16_where_that_is_asked_for(size, inputs, matmul_precision):
-    """... and multiplied and added as exactly as ever; still a row is the same whatever rows are beside it."""
+    """... and multiplied and added as exactly as ever; still a row does not depend on the other rows."""
     tiled = torch.ops.specdec_rows.tiled(inputs, 2)
     draw = torch.Generator().manual_seed(0)
     x, weight = torch.randn(65, inputs, generator=draw), torch.randn(size, inputs, generator=draw).bfloat16().float()
@@ -217,7 +217,7 @@ def test_other_mlps_are_several_calls(how):
 @pytest.mark.usefixtures("without_rows")
 @torch.no_grad()
 def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
-    """A product with the identity gives the weight, and a row of a product is the same whatever rows are beside it.
+    """A product with the identity gives the weight, and a row of a product does not depend on the other rows.
     With AVX2 FBGEMM takes one row and two in another order of sums."""
     few = (1, 2) if torch.backends.cpu.get_cpu_capability() == "AVX512" else ()
     weight = random_weight(torch.float32, of=of)
@@ -295,7 +295,7 @@ def test_autograd_and_other_dtypes_are_left_alone():
 @pytest.mark.parametrize(("size", "inputs"), [(96, 48), (64, 512), (70, 8192)])
 @torch.no_grad()
 def test_our_own_product_with_a_rounded_weight(size, inputs):
-    """Of the rounded weight, as near as rows of so many bits allow. A row has the same bits whatever is beside it."""
+    """Of the rounded weight, as near as rows of so many bits allow. A row's bits do not depend on the other rows."""
     draw = torch.Generator().manual_seed(0)
     weight, x = torch.randn(size, inputs, generator=draw), torch.randn(14, inputs, generator=draw)
     weight[3] *= 100

@@ -42,7 +42,7 @@ def test_a_word_of_accelerate_is_taken(target_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ({"device_map": "somewhere"}, r"device_map must be auto, .* or a \.json file, got 'somewhere'"),
         ({"device_map": "nowhere.json"}, "no such device map file: nowhere.json"),
@@ -50,6 +50,6 @@ def test_a_word_of_accelerate_is_taken(target_path):
         ({"tp_plan": "manual"}, "tp_plan must be auto, or not given, got 'manual'"),
     ],
 )
-def test_mistakes_are_told(target_path, how, told):
-    with pytest.raises(ValueError, match=told):
+def test_mistakes_are_reported(target_path, how, message):
+    with pytest.raises(ValueError, match=message):
         load_target(target_path, **how)

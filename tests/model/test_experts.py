@@ -1,4 +1,4 @@
-"""Mixtures of experts: which ones a verification asks is told in reports, traces and metrics."""
+"""Mixtures of experts: reports, traces and metrics name the experts that a verification used."""
 
 import pytest
 import torch

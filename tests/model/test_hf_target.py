@@ -22,7 +22,7 @@ CASES = {
     "gpt2": {"family": "gpt2"},  # learned positions
     "gpt_neox": {"family": "gpt_neox", "rotary_pct": 0.5},  # parallel block, rotary part of a head
     "phi3": {"family": "phi3", "pad_token_id": 0},  # fused projections
-    "olmo2": {"family": "olmo2"},  # norms behind attention and MLP only
+    "olmo2": {"family": "olmo2"},  # norms after attention and MLP only
     "gemma2": {"family": "gemma2", "head_dim": 16, **MIXED},  # soft-caps, two types of layers
     "mixtral": {"family": "mixtral", "sliding_window": 8, "num_local_experts": 4},  # experts, windows everywhere
     "qwen3_moe": {  # a dense layer among them

@@ -83,7 +83,7 @@ def test_sampled_text_is_plain_text_of_the_same_seed(target):
 
 @pytest.mark.parametrize("family", [family for family in HYBRIDS if family != "qwen3_next"])
 def test_other_families(family, tmp_path):
-    """Mamba among them, and where a layer has a state beside its keys; plain text is that of transformers."""
+    """Mamba among them, and layers with both a state and keys; plain text is that of transformers."""
     target = hybrid_target(tmp_path, family, vocab_size=VOCAB)
     expected = []
     for prompt in PROMPTS:

@@ -1,4 +1,4 @@
-"""Norms and rotations of our own on the CPU: the formula, and bits that do not depend on the rows beside a row."""
+"""Norms and rotations of our own on the CPU: the formula, and a row's bits do not depend on other rows."""
 
 import pytest
 import torch

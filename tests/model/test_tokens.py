@@ -1,4 +1,4 @@
-"""What rounds do beside the forward by operators of our own on the CPU: the same as torch's operators do."""
+"""Our own operators of a round on the CPU, except for the forward: the same results as torch's operators."""
 
 import pytest
 import torch

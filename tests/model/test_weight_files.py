@@ -86,9 +86,9 @@ def test_what_generation_config_asks_for_and_is_left_out_is_named(weights, tmp_p
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1} | said), encoding="utf-8")
     load_target(tmp_path, tokenizer=False)
-    told = capsys.readouterr().err
-    assert named in told
-    assert bool(told) == bool(named)
+    printed = capsys.readouterr().err
+    assert named in printed
+    assert bool(printed) == bool(named)
 
 
 def pickled(value) -> bytes:

@@ -1,4 +1,4 @@
-"""Clients in the tests' own process: a target with a tokenizer behind the application, and what it says alone."""
+"""Clients in the tests' own process, for the application with a target and a tokenizer, and the target's own texts."""
 
 import asyncio
 import inspect
@@ -133,11 +133,11 @@ def served(**how) -> Callable[[Callable[..., Awaitable]], Callable]:
 
 
 @asynccontextmanager
-async def server_of(pair, key, limits, told=None, adaptive=None, prefixes=0, callers=(), **how):
+async def server_of(pair, key, limits, reporting=None, adaptive=None, prefixes=0, callers=(), **how):
     target, drafter = pair
     engine = Engine(target, drafter, DynamicTree(3, 3, 9), adaptive=adaptive, prefixes=prefixes)
     scheduler = Scheduler(engine, model="tiny", **({"rows": 4, "room": 100} | how))
-    service = Service(target, scheduler, "tiny", limits or Limits(), **told or {})
+    service = Service(target, scheduler, "tiny", limits or Limits(), **reporting or {})
     app = make_app(service, key, *callers)
     headers = {"authorization": f"Bearer {key}".encode()} if key else {}
     client = httpx2.AsyncClient(

@@ -17,7 +17,7 @@ EOS = frozenset({4})
 
 
 class Heard:
-    """A job and all that it was told."""
+    """A job and all its deltas."""
 
     def __init__(self, **asked):
         self.deltas: list[Delta] = []
@@ -37,17 +37,17 @@ class Heard:
 
     @property
     def finish(self) -> str:
-        """How it ended, of which it was told once, at last."""
+        """Its finish reason, which only the last delta has."""
         assert [delta.finish is not None for delta in self.deltas] == [False] * (len(self.deltas) - 1) + [True]
         return self.deltas[-1].finish
 
     def wait(self) -> "Heard":
-        assert self.over.wait(300), "was never told of its end"
+        assert self.over.wait(300), "its end was never reported"
         return self
 
 
 def at_first(heard: Heard, do: Callable[[], object]) -> None:
-    """Do something when a job is told of its first token, before the next step."""
+    """Do something when a job gets its first token, before the next step."""
 
     def tell(delta: Delta) -> None:
         first = not heard.deltas

@@ -1,4 +1,4 @@
-"""OpenAI's interface: what clients get is what the target says alone, whole or in chunks, and every mistake is told."""
+"""OpenAI's interface: clients get the target's own text, whole or in chunks, and an error for every mistake."""
 
 import asyncio
 import json
@@ -71,8 +71,8 @@ async def test_stop_strings_inside_accepted_paths(server):
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.logprobs, abs=1e-4)
         events = await server.stream(TEXT, **body)
         assert content(events) == expected.text
-        told = [x for event in events for x in event["choices"][0]["logprobs"]["token_logprobs"]]
-        assert len(told) == len(expected.ids)
+        seen = [x for event in events for x in event["choices"][0]["logprobs"]["token_logprobs"]]
+        assert len(seen) == len(expected.ids)
 
 
 @served()
@@ -109,18 +109,18 @@ async def test_log_probabilities(server):
     shown = [entry["bytes"] for entry, token in zip(whole, expected.ids, strict=True) if token not in special]
     assert bytes(byte for part in shown for byte in part).decode(errors="replace") == expected.text
     plain = await server.post(TEXT, prompt="The", max_tokens=9, temperature=0, logprobs=0)
-    told = plain["choices"][0]["logprobs"]
-    assert told["text_offset"] == sorted(told["text_offset"])
-    for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+    seen = plain["choices"][0]["logprobs"]
+    assert seen["text_offset"] == sorted(seen["text_offset"])
+    for token, offset in zip(seen["tokens"], seen["text_offset"], strict=True):
         assert token.startswith("bytes:") or plain["choices"][0]["text"][offset:].startswith(token)
     streamed = [e["choices"][0]["logprobs"] for e in await server.stream(
         TEXT, prompt="The", max_tokens=9, temperature=0, logprobs=0, stream_options={"continuous_usage_stats": True}
     )]  # fmt: skip
-    assert [x for part in streamed for x in part["text_offset"]] == told["text_offset"]
+    assert [x for part in streamed for x in part["text_offset"]] == seen["text_offset"]
 
 
 @served()
-async def test_the_likeliest_tokens_are_told(server):
+async def test_the_likeliest_tokens_are_reported(server):
     """Best first. At temperature 0 the emitted token is the first; of a completion a drawn token comes last, unless it
     is among them."""
     asked = {"messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3}
@@ -128,18 +128,18 @@ async def test_the_likeliest_tokens_are_told(server):
     streamed = [entry for e in await server.stream(CHAT, **asked) for entry in e["choices"][0]["logprobs"]["content"]]
     assert streamed == whole
     for entry in whole:
-        told = entry["top_logprobs"]
-        assert len(told) == 3
-        assert told[0] == {name: entry[name] for name in ("token", "logprob", "bytes")}
-        assert [x["logprob"] for x in told] == sorted((x["logprob"] for x in told), reverse=True)
+        seen = entry["top_logprobs"]
+        assert len(seen) == 3
+        assert seen[0] == {name: entry[name] for name in ("token", "logprob", "bytes")}
+        assert [x["logprob"] for x in seen] == sorted((x["logprob"] for x in seen), reverse=True)
     drawn = {"prompt": "The", "max_tokens": 9, "temperature": 1.5, "seed": 3, "logprobs": 2}
-    told = (await server.post(TEXT, **drawn))["choices"][0]["logprobs"]
-    for token, logprob, likely in zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True):
+    seen = (await server.post(TEXT, **drawn))["choices"][0]["logprobs"]
+    for token, logprob, likely in zip(seen["tokens"], seen["token_logprobs"], seen["top_logprobs"], strict=True):
         assert likely[token] >= logprob
         assert len(likely) <= 3
         assert max(likely.values()) == next(iter(likely.values()))
     streamed = [e["choices"][0]["logprobs"] for e in await server.stream(TEXT, **drawn)]
-    assert [x for part in streamed for x in part["top_logprobs"]] == told["top_logprobs"]
+    assert [x for part in streamed for x in part["top_logprobs"]] == seen["top_logprobs"]
 
 
 async def one_of_many(server, number: int, gate: asyncio.Semaphore) -> dict:
@@ -172,14 +172,14 @@ async def test_many_at_once_and_the_counters_add_up(server):
     """50 requests, 30 at once, for 4 rows; malformed ones and ones that are too long among them."""
     gate = asyncio.Semaphore(30)
     used = await asyncio.gather(*(one_of_many(server, number, gate) for number in range(50)))
-    told = await server.counters()
-    assert told["vllm:generation_tokens_total"] == sum(usage["completion_tokens"] for usage in used)
-    assert told["vllm:prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in used)
-    assert sum(told[f"vllm:request_success_total {reason}"] for reason in ("stop", "length")) == 45
-    assert told["specdec:requests_refused_total 400"] == 5
-    assert told["vllm:time_to_first_token_seconds_count"] == told["vllm:e2e_request_latency_seconds_bucket +Inf"] == 45
-    assert told["vllm:num_requests_running"] == told["vllm:num_requests_waiting"] == 0
-    assert told["specdec:tau"] == told["specdec:round_tokens_total"] / told["specdec:sequence_rounds_total"] > 1
+    seen = await server.counters()
+    assert seen["vllm:generation_tokens_total"] == sum(usage["completion_tokens"] for usage in used)
+    assert seen["vllm:prompt_tokens_total"] == sum(usage["prompt_tokens"] for usage in used)
+    assert sum(seen[f"vllm:request_success_total {reason}"] for reason in ("stop", "length")) == 45
+    assert seen["specdec:requests_refused_total 400"] == 5
+    assert seen["vllm:time_to_first_token_seconds_count"] == seen["vllm:e2e_request_latency_seconds_bucket +Inf"] == 45
+    assert seen["vllm:num_requests_running"] == seen["vllm:num_requests_waiting"] == 0
+    assert seen["specdec:tau"] == seen["specdec:round_tokens_total"] / seen["specdec:sequence_rounds_total"] > 1
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -292,7 +292,7 @@ WRONG = [
 
 
 @served(limits=Limits(body_bytes=4000), queue=1)
-async def test_what_is_wrong_is_told_in_openais_form(server):
+async def test_errors_have_openais_form(server):
     refused = server.refused
     for path, body, param, message in WRONG:
         await refused(400, message, param, path=path, content=json.dumps(body).encode())
@@ -323,13 +323,13 @@ async def test_a_key_guards_what_decodes(server):
 
 
 @served()
-async def test_what_is_told_of_the_model(server):
+async def test_what_is_reported_of_the_model(server):
     (model,) = (await server.client.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 100)
-    told = await server.post("/tokenize", prompt="Ein Café")
-    assert told["tokens"] == server.target.tokenizer("Ein Café")["input_ids"]
-    assert told["count"] == len(told["tokens"])
-    assert await server.post("/detokenize", tokens=told["tokens"]) == {"prompt": "Ein Café"}
+    seen = await server.post("/tokenize", prompt="Ein Café")
+    assert seen["tokens"] == server.target.tokenizer("Ein Café")["input_ids"]
+    assert seen["count"] == len(seen["tokens"])
+    assert await server.post("/detokenize", tokens=seen["tokens"]) == {"prompt": "Ein Café"}
     chat = await server.post("/tokenize", messages=HELLO)
     answer = await server.post(CHAT, messages=HELLO, max_tokens=1)
     assert answer["usage"]["prompt_tokens"] == chat["count"]

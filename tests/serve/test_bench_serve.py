@@ -100,10 +100,10 @@ def test_figures_by_the_book():
     assert found["interactivity"] == pytest.approx(8 / 0.4)
 
 
-def test_wrong_settings_are_told(tmp_path):
+def test_wrong_settings_are_reported(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("hello\n")
-    for words, told in (
+    for words, message in (
         (["--rate", "1", "--concurrency", "2"], "contradicts"),
         (["--num-prompts", "0"], "at least 1"),
         (["--range-ratio", "1"], "below 1"),
@@ -111,5 +111,5 @@ def test_wrong_settings_are_told(tmp_path):
     ):
         done = run_here(main, "--prompts", str(file), *words)
         assert done.returncode == 2
-        assert told in done.stderr
+        assert message in done.stderr
         assert done.stderr.count("\n") == 1

@@ -130,7 +130,7 @@ def test_a_lack_of_file_descriptors_is_one_line(capsys):
     ]
 
 
-def test_listening_sockets_are_told_apart():
+def test_listening_sockets_are_distinguished():
     """A port that is taken is one sentence."""
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ValueError, match="cannot listen at"):
         serve_command.listen("127.0.0.1", taken.getsockname()[1])

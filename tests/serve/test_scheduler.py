@@ -1,5 +1,5 @@
-"""Jobs that come, run together and go: everyone gets the text that it has alone, is told of its end once, and leaves
-nothing behind."""
+"""Jobs that come, run together and go: each gets the text that it has alone, gets its end once, and leaves nothing
+allocated."""
 
 import random
 import threading
@@ -74,7 +74,7 @@ def test_every_text_is_the_one_it_has_alone(drafted, how, count):
 
 
 def check_books(scheduler, jobs: list[Heard], drafted: bool) -> None:
-    """The counters add up to what the jobs were told."""
+    """The counters add up to the jobs' deltas."""
     value = scheduler.metrics.value
     began = [heard for heard in jobs if heard.tokens]
     assert value("vllm:generation_tokens") == sum(len(heard.tokens) for heard in jobs)
@@ -152,7 +152,7 @@ def test_a_request_of_many_choices_does_not_hold_up_others(rows):
     assert sum(turns[-rows - 2 :]) < rows + 2
 
 
-def test_a_policy_is_told_how_long_rounds_take_but_not_prefills_and_not_waiting():
+def test_a_policy_gets_the_time_of_rounds_but_not_prefills_and_not_waiting():
     policy, seconds, rounds, busy = Fixed(2), [], 0, 0.0
     policy.took = seconds.append
     engine = tiny_engine(adaptive=policy)
@@ -235,7 +235,7 @@ def test_one_that_nobody_wants_any_more_leaves_its_row_to_another():
     assert (first.job.sequence.tokens, first.job.sequence.finish) == (first.tokens, "abort")  # not decoded any further
 
 
-def test_what_runs_may_end_and_what_waits_is_told_when_the_server_stops():
+def test_what_runs_may_end_and_what_waits_is_reported_when_the_server_stops():
     target = tiny_target()
     with serving(tiny_engine(), started=False, rows=1) as scheduler:
         runs, waits = (Heard(prompt=[n, 5], max_new_tokens=20, eos=frozenset()) for n in (1, 2))
@@ -248,7 +248,7 @@ def test_what_runs_may_end_and_what_waits_is_told_when_the_server_stops():
         assert (runs.wait().tokens, runs.finish) == alone(target, runs.job)
 
 
-def test_what_still_runs_when_the_grace_is_over_is_told():
+def test_what_still_runs_when_the_grace_is_over_is_reported():
     with serving(tiny_engine()) as scheduler:
         heard = Heard(prompt=[1, 5], max_new_tokens=30, eos=frozenset())
         at_first(heard, scheduler.close)

@@ -1,4 +1,4 @@
-"""`specdec serve`: a process that listens, stops when it is told to, and says in one sentence why it does not start."""
+"""`specdec serve`: a process that listens, stops on a signal, and says in one sentence why it does not start."""
 
 import json
 import os
@@ -71,7 +71,7 @@ def test_cuts_do_not_go_with_compiled_rounds(target_path, drafter_path):
     assert "the policy 'survival' leaves out nodes" in refused(*words, "--adaptive", "survival")
 
 
-def test_a_process_serves_and_ends_what_runs_when_it_is_told_to_stop(target_path, drafter_path, tmp_path):
+def test_a_process_serves_and_ends_what_runs_when_it_is_stopped(target_path, drafter_path, tmp_path):
     words = ["--target", str(target_path), "--draft", str(drafter_path), "--port", "0", "--topk", "3", "--steps", "3"]
     words += ["--adaptive", "table:1=3,4=1", "--trace", str(tmp_path / "trace"), "--api-key", "secret-key"]
     command = [sys.executable, "-m", "specdec", "serve", *words, "--served-model-name", "tiny"]

@@ -41,10 +41,10 @@ async def test_answers_are_of_their_form_and_those_beside_them_are_free(server):
     answers = await asyncio.gather(*(server.post(path, **body) for path, body in bodies))
     said = [[c["message"]["content"] if "message" in c else c["text"] for c in a["choices"]] for a in answers]
     ends = [[c["finish_reason"] for c in a["choices"]] for a in answers]
-    told = json.loads(said[0][0])
-    assert list(told) == ["ok", "why"]
-    assert type(told["ok"]) is bool
-    assert told["why"] in ("a", "b")
+    parsed = json.loads(said[0][0])
+    assert list(parsed) == ["ok", "why"]
+    assert type(parsed["ok"]) is bool
+    assert parsed["why"] in ("a", "b")
     assert re.fullmatch("(no|yes)[0-9]{2}", said[2][0])
     assert all(json.loads(text) in (1, "two") for text in said[3])
     assert json.loads(said[4][0]) == [True]
@@ -74,7 +74,7 @@ WRONG = [
 
 
 @served()
-async def test_a_wrong_form_is_told(server):
+async def test_a_wrong_form_is_reported(server):
     for asked, field, message in WRONG:
         await server.refused(400, message, field, path=CHAT, json=ASKED | asked)
 
@@ -92,7 +92,7 @@ async def test_a_grammar_that_gives_up_ends_its_request_only(server, monkeypatch
 
 
 def test_a_server_without_the_library_says_so(target_path, drafter_path, monkeypatch):
-    """A target of its own: what grammars need is kept for each."""
+    """A target of its own, as grammars are cached for each target."""
     target = load_target(target_path)
     monkeypatch.setattr("specdec.sampling.json_grammar.find_spec", lambda name: None)
 

@@ -97,9 +97,9 @@ def test_offsets_find_tokens_and_no_two_tokens_become_one(tokenizer):
         likely = [[(token, -1.0), (draw.randrange(len(tokenizer)), -2.0)] for token in ids]
         piece = choice.take(Delta(None, ids, [-1.0] * len(ids), likely, finish="length"))
         made = CompletionReply("id", "m", 0, [choice], 0).fields(choice, piece, whole=True)
-        told = made["logprobs"]
+        reported = made["logprobs"]
         for token, offset, text, others, given in zip(
-            ids, told["text_offset"], told["tokens"], told["top_logprobs"], likely, strict=True
+            ids, reported["text_offset"], reported["tokens"], reported["top_logprobs"], likely, strict=True
         ):
             assert len(others) == len({token for token, _ in given})
             if token not in tokenizer.all_special_ids:

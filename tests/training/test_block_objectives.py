@@ -101,7 +101,7 @@ def test_pieces_and_recomputing_change_nothing(monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark-rnn"])
 def test_objectives_that_unroll_teach_blocks_too(kind):
-    """Each slot's loss is that of EAGLE-3's objective, whose mask says behind which tokens it learns."""
+    """Each slot's loss is that of EAGLE-3's objective, whose mask says after which tokens it learns."""
     target = tiny_target()
     drafter = tiny_block(target, **BLOCKS[kind])
     data, mask = packed_batch(target, drafter), torch.ones(2, 12)
@@ -169,7 +169,7 @@ def test_rows_by_their_anchor(earliest):
 @pytest.mark.parametrize("pieces", [1 << 22, 1])
 @pytest.mark.parametrize("kind", PARALLEL)
 def test_loss_by_hand(monkeypatch, kind, pieces):
-    """Two terms, the teacher's weights and those of tokens, in packed rows: the loss from the unroll behind every row,
+    """Two terms, the teacher's weights and those of tokens, in packed rows: the loss from the unroll after every row,
     row by row, and every gradient, with and without recomputing."""
     monkeypatch.setattr(losses, "PIECE", pieces)
     monkeypatch.setattr(losses, "LEAST_ROWS", 1)
@@ -179,17 +179,17 @@ def test_loss_by_hand(monkeypatch, kind, pieces):
     weights = torch.rand(2, 12) + 0.5
     objective = ParallelObjective({"tokens": 0.5, "kl": 1}, weights="teacher", counts="label", known_only=False)
     with torch.no_grad():  # the rows that it draws then, every time
-        kept = objective.rows_of(
+        sampled_rows = objective.rows_of(
             drafter, objective.learnt(drafter, None, data["loss_mask"], drafter.documents), drafter.documents
         )
-    monkeypatch.setattr(objective, "rows_of", lambda *given: kept)
-    kept = kept.clone()
-    kept[:, :2] = False  # what `unroll` has no row for: anchors at token 0, and before it
+    monkeypatch.setattr(objective, "rows_of", lambda *given: sampled_rows)
+    sampled_rows = sampled_rows.clone()
+    sampled_rows[:, :2] = False  # what `unroll` has no row for: anchors at token 0, and before it
     following = F.pad(data["tokens"][:, 1:], (0, 1))
     states = [state.logits for state in drafter.unroll(data["feats"], following, 6)]
     ids = list(range(17)) if drafter.vocab.ids is None else drafter.vocab.ids.tolist()
     total = divisor = 0
-    for b, i, depth in kept.nonzero().tolist():
+    for b, i, depth in sampled_rows.nonzero().tolist():
         p, column = i - 1, i - 1 + depth
         weight = weights[b, column + 1]
         for at in range(p, column):
@@ -216,9 +216,9 @@ def test_loss_by_hand(monkeypatch, kind, pieces):
 def test_features_are_dropped():
     """In training a share of the texts has none, in evaluation all have theirs."""
     objective, feats = ParallelObjective(drop=0.25), torch.ones(4000, 1, 1)
-    kept = objective.noisy(feats)
-    assert set(kept.flatten().tolist()) == {0.0, 1.0}
-    assert abs(kept.mean() - 0.75) < 5 * (0.25 * 0.75 / 4000) ** 0.5
+    sampled_rows = objective.noisy(feats)
+    assert set(sampled_rows.flatten().tolist()) == {0.0, 1.0}
+    assert abs(sampled_rows.mean() - 0.75) < 5 * (0.25 * 0.75 / 4000) ** 0.5
     with torch.no_grad():
         assert objective.noisy(feats) is feats
 

@@ -215,8 +215,8 @@ def test_only_what_made_a_cache_may_use_it(tmp_path):
 def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(where, tmp_path, monkeypatch, capsys):
     """Also with another split and packed; a run that was cut goes on; the data need not be there any more."""
     cache.run(composed("cache", *where, f"out={tmp_path / 'cache'}", "store=fp32", "shard_tokens=300"))
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (told["shards"], told["written"], told["conversations"]) == (told["written"], told["shards"], 60)
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (made["shards"], made["written"], made["conversations"]) == (made["written"], made["shards"], 60)
     train.run(composed("train", *where, f"out={tmp_path / 'online'}"))
     moved = tmp_path / "elsewhere"
     (tmp_path / "cache").rename(moved)
@@ -261,14 +261,14 @@ def test_an_estimate_counts_what_the_run_does(where, tmp_path, capsys):
     settings = *where, "trainer.accumulate=2", "trainer.ema=0.9"
     estimate.run(composed("train", *settings, f"out={tmp_path / 'x'}"))
     assert not (tmp_path / "x").exists()
-    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    made = json.loads(capsys.readouterr().out.splitlines()[-1])
     train.run(composed("train", *settings, f"out={tmp_path / 'run'}"))
     last = read_log(tmp_path / "run" / "log.jsonl")[-1]
-    assert (told["steps"], told["tokens"]) == (last["step"], last["tokens"])
+    assert (made["steps"], made["tokens"]) == (last["step"], last["tokens"])
     written = (tmp_path / "run" / "checkpoints" / "step-00000004.pt").stat().st_size
-    assert told["checkpoint"] == pytest.approx(written, rel=0.05)
-    assert told["peak_from_shapes"] == sum(told["memory"].values())
-    assert told["seconds"] > 0
+    assert made["checkpoint"] == pytest.approx(written, rel=0.05)
+    assert made["peak_from_shapes"] == sum(made["memory"].values())
+    assert made["seconds"] > 0
 
 
 def test_what_does_not_fit_is_warned_of():

@@ -48,10 +48,10 @@ def test_a_bad_record_is_named_by_its_line_or_skipped_and_counted(target, tmp_pa
     with pytest.raises(ValueError, match=r"a.jsonl line 4: .*" + message):
         load(target, path)
     assert len(load(target, path, bad="skip")) == 3
-    told = capsys.readouterr().err
-    assert "1 bad records left out" in told
-    assert "a.jsonl line 4: " in told
-    assert message in told
+    printed = capsys.readouterr().err
+    assert "1 bad records left out" in printed
+    assert "a.jsonl line 4: " in printed
+    assert message in printed
 
 
 def test_long_conversations_are_cut_or_dropped_and_counted(target, tmp_path, capsys):
@@ -60,9 +60,9 @@ def test_long_conversations_are_cut_or_dropped_and_counted(target, tmp_path, cap
     cut, dropped = load(target, path, max_length=40), load(target, path, max_length=40, too_long="drop")
     assert [len(s.ids) for s in cut] == [len(cut[0].ids), 40, len(cut[0].ids)]
     assert [len(s.ids) for s in dropped] == [len(cut[0].ids)] * 2
-    told = capsys.readouterr().err
-    assert "1 conversations cut at 40 tokens" in told
-    assert "1 conversations of more than 40 tokens left out" in told
+    printed = capsys.readouterr().err
+    assert "1 conversations cut at 40 tokens" in printed
+    assert "1 conversations of more than 40 tokens left out" in printed
     with pytest.raises(ValueError, match="too_long must be 'cut' or 'drop', got 'fold'"):
         load(target, path, too_long="fold")
     with pytest.raises(ValueError, match="bad must be 'error' or 'skip', got 'ignore'"):
@@ -75,9 +75,9 @@ def test_what_has_nothing_to_learn_is_left_out_and_counted(target, tmp_path, cap
     answer_first = {"messages": [{"role": "assistant", "content": "Hello."}]}
     path = write_rows(tmp_path / "a.jsonl", GOOD, answer_first, {"prompt": "And?"}, TEXT)
     assert len(load(target, path)) == 2
-    told = capsys.readouterr().err
-    assert "1 conversations that the chat template refuses left out" in told
-    assert "1 conversations in which the assistant does not speak left out" in told
+    printed = capsys.readouterr().err
+    assert "1 conversations that the chat template refuses left out" in printed
+    assert "1 conversations in which the assistant does not speak left out" in printed
     with pytest.raises(ValueError, match=r"no conversation in which the assistant speaks.*specdec regenerate"):
         load(target, write_rows(tmp_path / "b.jsonl", {"turns": ["One?", "Two?"]}))
 

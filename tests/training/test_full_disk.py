@@ -81,7 +81,7 @@ def test_a_disk_that_is_full_leaves_the_last_good_checkpoint(tmp_path, room):
 
 
 def test_a_full_disk_and_a_cache(tmp_path):
-    """What fits is kept; with room the same command makes the rest."""
+    """What fits is stored; with room the same command makes the rest."""
     data = sorted(samples(60), key=lambda sample: len(sample.ids))  # so that the last shards are the largest
     whole = writer(tmp_path, of=target(), data=data, shard_tokens=1)
     sizes = [whole.form.bytes([sample], 1) for sample in data]

@@ -69,14 +69,14 @@ def test_terms_that_renormalise_compare_softmaxes_of_the_draft_vocabulary(name, 
     torch.manual_seed(0)
     theirs = 3 * torch.randn(30, 40, dtype=torch.float64)
     logits = (3 * torch.randn(30, 20, dtype=torch.float64)).requires_grad_()
-    logp, kept = theirs.log_softmax(-1)[:, ::2], theirs[:, ::2].softmax(-1)
+    logp, teacher_half = theirs.log_softmax(-1)[:, ::2], theirs[:, ::2].softmax(-1)
     share = logp.logsumexp(-1, keepdim=True)
     teacher = Teacher(logp - share, share, None, None) if renormalise else Teacher(logp, None, None, None)
     student = Student(logits.detach()[:, None])
     ((_, term),) = read_terms({name: {"renormalised": True}})
     value, slope, total = term(student, teacher)
     q = logits.softmax(-1)
-    away = (kept - q).abs().sum(-1) / 2
+    away = (teacher_half - q).abs().sum(-1) / 2
     w = torch.exp(-3 * (1 - away.detach()))
     kl = (teacher.p * (teacher.logp - q.log())).sum(-1)
     expected = {"tv": away, "l1": 2 * away, "lk": -(1 - away).log(), "lk_hybrid": w * kl + (1 - w) * away}[name]

@@ -130,7 +130,7 @@ def test_token_loss_by_hand(kind):
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp-three-heads", "medusa", *BLOCKS, *PARALLEL])
 def test_bytes_counted_on_shapes_are_those_that_a_forward_keeps(kind):
-    target, kept = tiny_target(), {}
+    target, saved = tiny_target(), {}
     drafter = tiny_parallel(target, kind) if kind in PARALLEL else DRAFTERS[kind](target)
     objective = Eagle3Objective(steps=3)
     if drafter.block is not None:
@@ -139,12 +139,12 @@ def test_bytes_counted_on_shapes_are_those_that_a_forward_keeps(kind):
     own = {t.untyped_storage().data_ptr() for t in (*drafter.parameters(), *drafter.buffers())}
 
     def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor
+        saved[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         readouts = objective.readouts(drafter, torch.zeros(3, 20, len(drafter.taps) * 32), torch.zeros(3, 20).long())
-    real = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+    real = sum(t.untyped_storage().nbytes() for at, t in saved.items() if at not in own)
     assert counted == pytest.approx(real + sum(x.untyped_storage().nbytes() for x in readouts), rel=0.05)
 
 

@@ -231,7 +231,7 @@ def test_peagle(name):
     drafter.documents = golden["train.document_ids"]
     tokens, shifted = golden["train.input_ids"], golden["train.shifted.document_ids"][0]
     anchors = golden[f"{rows}.anchor_pos"]
-    anchors = torch.where(shifted[anchors] < 0, -2, anchors + shifted[anchors] + 1)  # the token beside the row
+    anchors = torch.where(shifted[anchors] < 0, -2, anchors + shifted[anchors] + 1)  # the row's token
     objective = AtTheirRows(terms, known_only=known)
     objective.theirs = rows_at(tokens.shape, anchors, golden[f"{rows}.depth"], 4)
     last = F.rms_norm(golden["train.target_last_hidden"], (64,), golden["train.norm.weight"], 1e-6)
@@ -288,13 +288,13 @@ def test_pard2(weights, name, monkeypatch):
     texts, features = drafter.texts, F.pad(inputs["target_feat"], (0, 0, 0, 1))
     monkeypatch.setattr(drafter, "texts", lambda *given: (features, *texts(*given)[1:]))
     known = inputs["teacher_gold_prob"]
-    believed, told = parallel.believed, F.pad(known[:, 1:], (0, 1), value=1.0).log()
+    believed, known_logprobs = parallel.believed, F.pad(known[:, 1:], (0, 1), value=1.0).log()
 
     def with_token_0(rows, logp):
         nothing_before = rows.anchors[rows.row, rows.place] < 0
         return believed(rows, logp) * torch.where(nothing_before, known[rows.row, 0], 1.0)
 
-    monkeypatch.setattr(parallel, "told", lambda *given: told)
+    monkeypatch.setattr(parallel, "known_logprobs", lambda *given: known_logprobs)
     monkeypatch.setattr(parallel, "believed", with_token_0)
     mask = (inputs["labels"] >= 0).float()
     for row, labels in enumerate(inputs["labels"]):  # what stands before the last end token is not learnt

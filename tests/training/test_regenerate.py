@@ -116,7 +116,7 @@ def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp
 def test_rows_that_are_dropped_from_their_batch_do_not_change_that(target_path, prompts, tmp_path, monkeypatch):
     """Sampled texts that end at one token in four, so that rows end at different times and leave their batch."""
     drops, compact = [], KVCache.compact
-    monkeypatch.setattr(KVCache, "compact", lambda self, kept: drops.append(kept.count) or compact(self, kept))
+    monkeypatch.setattr(KVCache, "compact", lambda self, rows: drops.append(rows.count) or compact(self, rows))
     target = load_target(target_path)
     target.eos = frozenset(range(0, target.config.vocab, 4))
     asked = [
@@ -170,9 +170,9 @@ def test_other_settings_do_not_go_on_with_it(target_path, prompts, tmp_path):
 def test_a_full_disk_is_one_sentence_and_nothing_is_lost(target_path, prompts, tmp_path, whole, room):
     command = arguments(target_path, prompts, tmp_path / "answers.jsonl", *SAMPLED)
     with small_files(room):
-        told = refused(main, *command)
-    assert told.startswith("error: cannot write ")
-    assert "File too large; what was written is kept" in told
+        refusal = refused(main, *command)
+    assert refusal.startswith("error: cannot write ")
+    assert "File too large; the lines written so far are complete" in refusal
     text = (tmp_path / "answers-00000-of-00003.jsonl.partial").read_bytes()
     assert len(text) == room
     assert whole["sampled"]["answers-00000-of-00003.jsonl"].startswith(text)
@@ -187,11 +187,11 @@ def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
     command = arguments(target_path, path, tmp_path / "answers.jsonl")
     assert "prompts.jsonl line 4: invalid JSON" in refused(main, *command)
     main([*command, "--bad", "skip"])
-    told = capsys.readouterr()
-    assert "1 prompts of more than 64 tokens left out" in told.err
-    assert "1 conversations that begin with an answer left out" in told.err
-    assert "1 bad records left out (the first: " in told.err
-    assert told.out.startswith("1 answers in ")
+    refusal = capsys.readouterr()
+    assert "1 prompts of more than 64 tokens left out" in refusal.err
+    assert "1 conversations that begin with an answer left out" in refusal.err
+    assert "1 bad records left out (the first: " in refusal.err
+    assert refusal.out.startswith("1 answers in ")
 
 
 @pytest.mark.parametrize(

@@ -254,9 +254,9 @@ def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tm
     for folder, expected in (("draft", rows[-1]["tau"]), ("best", best)):
         decoded = Engine(target, load_drafter(tmp_path / folder, target), Chain(3)).generate(asked, max_new_tokens=12)
         assert tau([row.trace for row in decoded.rows]) == expected
-        kept = read_acceptance(tmp_path / folder).measured
-        assert [along.temperature for along in kept] == [0.0, 1.0]
-        assert kept[0].tau([(0,), (0, 0), (0, 0, 0)]) == expected
+        along_levels = read_acceptance(tmp_path / folder).measured
+        assert [along.temperature for along in along_levels] == [0.0, 1.0]
+        assert along_levels[0].tau([(0,), (0, 0), (0, 0, 0)]) == expected
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -106,7 +106,7 @@ def test_a_fresh_eagle_head_hears_the_embedding_beside_the_feature(target_path):
 
 
 def test_divided_features_end_up_in_a_saved_fc(tmp_path):
-    """A head that SGLang loads too: it starts with the deepest tap behind the target's final norm, and what is saved
+    """A head that SGLang loads too: it starts with the deepest tap after the target's final norm, and what is saved
     takes features as they are and says the same."""
     target, config = tiny_target(layers=6), settings("eagle3", draft_vocab_size=None)
     drafter = build_drafter(config, target, [], 0)

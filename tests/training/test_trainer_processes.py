@@ -155,9 +155,9 @@ def test_two_processes_share_a_target_and_decode_and_train_as_one(two, where, ta
     errors = re.findall(r"\berror: .*", done.stderr)  # the other process draws its progress in the same line
     assert errors == ["error: this process alone has found a mistake"], done.stderr
     asked = requests(target_path, drafter_path)
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(told) == len(asked) + 6  # and the reports of the runs
-    for words, there in zip(asked, told, strict=False):
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(printed) == len(asked) + 6  # and the reports of the runs
+    for words, there in zip(asked, printed, strict=False):
         here = json.loads(run_here(lambda words=words: generate(words)).stdout.splitlines()[-1])
         for name in ("token_ids", "rounds", "acceptance_by_depth"):
             assert there[name] == here[name]

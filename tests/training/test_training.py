@@ -170,7 +170,7 @@ def begun(target_path, tmp_path, monkeypatch):
     return run
 
 
-def test_a_signal_saves_and_other_settings_are_told_or_refused(begun):
+def test_a_signal_saves_and_other_settings_are_reported_or_refused(begun):
     assert begun.begin(signal.SIGINT) == 130
     code, err = begun("resume=true", "trainer.lr=0.5", "drafter.init=random", "trainer.log_every=2")
     assert code == 2

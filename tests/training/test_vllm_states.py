@@ -139,7 +139,7 @@ def test_a_server_is_asked_for_what_is_not_there(where, target_path, ids, folder
     assert torch.equal(theirs["choice"], ours["choice"])
 
 
-def test_a_server_that_writes_elsewhere_is_told(where, target_path, folder, tmp_path, capsys, monkeypatch):
+def test_a_server_that_writes_elsewhere_is_reported(where, target_path, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("specdec.training.features.vllm_files.WAIT", 0.1)
     with small_server(Engine(load_target(target_path))) as server:
         words = [*where, f"out={tmp_path / 'out'}", f"from_vllm={folder}", f"server={server.url}"]
@@ -210,14 +210,14 @@ def other_weights(stand_in, ids):
         (lambda s, ids: s.folder.rmdir(), "states is no folder"),
     ],
 )
-def test_wrong_files_are_told(where, target_path, ids, folder, tmp_path, capsys, wrong, message):
+def test_wrong_files_are_reported(where, target_path, ids, folder, tmp_path, capsys, wrong, message):
     wrong(StandIn(target_path, folder), ids)
     words = [*where, "drafter.taps=[0,1,2]", f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
     assert re.search(message, refused(capsys, cache, *words))
     assert not list(tmp_path.glob("out/features-*"))
 
 
-def test_states_of_another_precision_are_told(where, target_path, ids, folder, tmp_path, capsys):
+def test_states_of_another_precision_are_reported(where, target_path, ids, folder, tmp_path, capsys):
     StandIn(target_path, folder, torch.bfloat16).write(ids[0])
     words = [*where, f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
     assert "holds bfloat16, and the target is read in float32: set target.dtype" in refused(capsys, cache, *words)
@@ -233,7 +233,7 @@ def test_states_of_another_precision_are_told(where, target_path, ids, folder, t
         (train, ["whole_target=false", "data.cache=x", "trainer.prompts=x"], "decodes nothing: leave out"),
     ],
 )
-def test_settings_that_do_not_go_together_are_told(where, tmp_path, capsys, command, words, message):
+def test_settings_that_do_not_go_together_are_reported(where, tmp_path, capsys, command, words, message):
     assert message in refused(capsys, command, *where, f"out={tmp_path / 'out'}", *words)
 
 
@@ -302,9 +302,9 @@ def test_the_connector_writes_what_the_blocks_hold(connector, tmp_path):
     assert worker.get_finished({"b", "never seen"}) == ({"b"}, None)
     assert worker.get_finished(set()) == (None, None)
     worker._executor.shutdown()
-    found, kept = load_file(tmp_path / "a.safetensors"), worker._kv_cache
+    found, pages = load_file(tmp_path / "a.safetensors"), worker._kv_cache
     assert found["token_ids"].tolist() == [5, 6, 7, 8, 9]
-    assert torch.equal(found["hidden_states"], torch.cat([kept[4].transpose(0, 1), kept[1].transpose(0, 1)[:1]]))
+    assert torch.equal(found["hidden_states"], torch.cat([pages[4].transpose(0, 1), pages[1].transpose(0, 1)[:1]]))
     says = []
     for name in "ab":
         with safe_open(tmp_path / f"{name}.safetensors", framework="pt") as file:

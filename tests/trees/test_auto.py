@@ -38,7 +38,7 @@ def test_tables_by_hand():
     first, second, third = HAND.table()
     assert first == [2 / 5, 0, 1 / 5]  # of five places two of rank 0, one of rank 2
     assert second == [2 / 3, 1 / 3, 0]
-    assert third == [0, 1 / 2, 0]  # the third level of the fourth place lies behind the text
+    assert third == [0, 1 / 2, 0]  # the third level of the fourth place lies after the end of the text
 
 
 def test_tau_by_hand():
@@ -186,7 +186,7 @@ def test_candidates_keep_to_the_drafter():
     assert max(c.tree.steps for c in TREES) == 4
 
 
-# Measured for real, and kept
+# Measured for real, and cached
 
 
 @pytest.fixture
@@ -240,9 +240,9 @@ def test_commands(target_path, drafter_path, tmp_path, monkeypatch, capsys):
     assert "wrote" in capsys.readouterr().out
     assert [m.temperature for m in read_acceptance(draft).measured] == [0.0, 1.0]
     generate([*models, *ask, "--compare"])
-    told = capsys.readouterr()
-    assert told.err.startswith("tree: ")
-    assert "identical: yes" in told.out
+    printed = capsys.readouterr()
+    assert printed.err.startswith("tree: ")
+    assert "identical: yes" in printed.out
     generate([*models, *ask, "--show-trees"])  # who wants to see trees gets one, though none may pay
     shown = capsys.readouterr()
     assert "`-- " in shown.out

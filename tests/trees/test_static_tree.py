@@ -119,10 +119,10 @@ def test_the_script_writes_a_tree_that_decodes(target_path, drafter_path, tmp_pa
         "--target", str(target_path), "--draft", str(drafter_path), "--prompt-file", str(prompts), "--out", str(file),
         "--max-new-tokens", "16", "--num-draft-tokens", "7", "--steps", "3", "--topk", "4",
     ])  # fmt: skip
-    told = capsys.readouterr().out
-    assert "7 nodes, " in told
+    printed = capsys.readouterr().out
+    assert "7 nodes, " in printed
     pair = f"--target {target_path} --draft {drafter_path}"  # without them the tree would serve another pair
-    assert f"specdec generate {pair} --tree {file}\n" in told
+    assert f"specdec generate {pair} --tree {file}\n" in printed
     assert load_tree(file).num_draft_tokens == 7
 
 

@@ -163,7 +163,7 @@ def same_start(drafter, target, b=2):
 
 def grow_drawn(policy, drafter, target, sampling, b=2):
     root = torch.full((b,), 3)
-    noise = Noise([(0, row) for row in range(b)], hashes_of(torch.arange(17))).behind(root, policy.steps + 1)
+    noise = Noise([(0, row) for row in range(b)], hashes_of(torch.arange(17))).after(root, policy.steps + 1)
     return policy.grow(drafter, root, same_start(drafter, target, b), children_of("drawn", sampling, noise))
 
 
@@ -195,7 +195,7 @@ def test_q_is_what_the_drafter_says_after_each_path(expansion, sampling):
 
 def test_children_are_drawn_from_q_without_replacement_in_order():
     rows, logits = 100_000, torch.randn(5, generator=torch.Generator().manual_seed(2))
-    noise = Noise([(3, row) for row in range(rows)], hashes_of(torch.arange(5))).behind(torch.zeros(rows).long())
+    noise = Noise([(3, row) for row in range(rows)], hashes_of(torch.arange(5))).after(torch.zeros(rows).long())
     q, pairs = (x[:, 0] for x in Drawn(noise, Sampling(1.0)).draw(logits.expand(rows, 1, 5), DraftVocab(5), 0, 2))
     seen = (pairs[:, 0] * 5 + pairs[:, 1]).bincount(minlength=25).view(5, 5)
     expected = q[0, :, None] * q[0] / (1 - q[0, :, None])

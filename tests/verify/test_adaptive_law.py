@@ -26,12 +26,12 @@ from specdec.sampling.noise import Noise, hashes_of
 from specdec.trees import SampledTree
 from specdec.tuning import survival
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
-from specdec.tuning.estimators import Told
+from specdec.tuning.estimators import DraftProbability
 from specdec.tuning.survival import Survival
 from specdec.verify import BlockVerification, MultiRoundRejection
 
-Q = filtered_probs(DRAFTER, WARM).amax(-1)  # of each token's next one: what is told before it is drawn
-FIRST, SECOND = Q[0].item(), Q[0].item() * Q.median().item()  # survivals of the levels behind a middling token
+Q = filtered_probs(DRAFTER, WARM).amax(-1)  # of each token's next one: the estimate before it is drawn
+FIRST, SECOND = Q[0].item(), Q[0].item() * Q.median().item()  # survivals of the levels after a median token
 
 
 KINDS = [PLAIN, *(Kind(levels, levels + 1, levels - 1) for levels in (1, 2, 3))]
@@ -42,9 +42,9 @@ def costs(*seconds: float) -> Costs:
     return Costs(Point(kind, 1, 1.0, 0.0, verify) for kind, verify in zip(KINDS, seconds, strict=True))
 
 
-# A first level always pays, and a second one behind a token that is told well.
+# A first level always pays, and a second one after a token with a high probability.
 BY_LEVEL = costs(1.0, 1.0, (1 + FIRST + SECOND) / (1 + FIRST), 1.5)
-# A first level alone does not pay, but it does with a second one behind a token that is told well.
+# A first level alone does not pay, but it does with a second one after a token with a high probability.
 TOGETHER = costs(1.0, 1.01 * (1 + FIRST), 1 + FIRST + SECOND, 3.0)
 
 
@@ -68,7 +68,7 @@ def by_the_target(draft, tree, p):
 
 
 def by_what_follows(draft, tree, p):
-    """The width with the most tokens a second of all widths, also those behind tokens that are left out then."""
+    """The width with the most tokens per second of all widths, also those after tokens that are left out then."""
     return replace(draft, drawn=False)
 
 
@@ -78,16 +78,16 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     noise, later = noise_of(ROWS, 3)
     state = drafter.state(root[:, None])
     tree = SampledTree((1, 1, 1)).grow(drafter, root, state, children_of("drawn", WARM, noise))
-    policy = Survival(curve, KINDS, [0.5] * 3, Told())
+    policy = Survival(curve, KINDS, [0.5] * 3, DraftProbability())
     controller = Controller(policy, drafter)
     controller.plan = Plan(3, rows=range(ROWS))
     draft = sees(controller._draft(tree, state), tree, filtered_probs(TARGET, WARM))
     _, first, kind = np.unique(tree.tokens.numpy(), axis=0, return_index=True, return_inverse=True)
-    kept = []
+    chosen = []
     for b in first:  # rows of the same tokens are cut alike
         policy.drafts, policy.seen = survival.BEGIN, survival.FIRST  # before that, drafts are verified whole
-        kept.append(policy.keep(rows_of(draft, slice(b, b + 1))))
-    widths = torch.tensor([4 if k is None else k.shape[1] for k in kept])[torch.from_numpy(kind).flatten()]
+        chosen.append(policy.keep(rows_of(draft, slice(b, b + 1))))
+    widths = torch.tensor([4 if k is None else k.shape[1] for k in chosen])[torch.from_numpy(kind).flatten()]
     tokens, n = torch.zeros(ROWS, 4, dtype=torch.int64), torch.zeros(ROWS, dtype=torch.int64)
     for width in range(2, 5):
         some = (widths == width).nonzero()[:, 0]
@@ -95,7 +95,7 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
             continue
         cut = trimmed(rows_of(tree, some), torch.arange(width).repeat(len(some), 1))
         own = Noise([(0, b) for b in some.tolist()], hashes_of(torch.arange(len(DRAFTER))))
-        verdict = verify(verifier, cut, WARM, own.behind(torch.zeros(len(some)).long(), 4))
+        verdict = verify(verifier, cut, WARM, own.after(torch.zeros(len(some)).long(), 4))
         tokens[some, :width], n[some] = verdict.tokens, verdict.n
     return filled_up(tokens, n, WARM, later), widths
 

@@ -23,7 +23,7 @@ def test_a_tiny_top_p_keeps_the_likeliest_token(top_p, mixed):
 def test_coupled_children_trust_the_drafter_as_far_as_it_says(trust):
     """log softmax of trust * logits / temperature + the target's own noise (`Coupled`)."""
     hashes = hashes_of(torch.arange(20))
-    noise = Noise([(1, 2)], hashes).behind(torch.tensor([4]), 3)
+    noise = Noise([(1, 2)], hashes).after(torch.tensor([4]), 3)
     logits = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(1))
     scores = Coupled(noise, Sampling(0.8), trust).scores(logits, DraftVocab(20), slice(0, 3))
     expected = (trust * logits / 0.8 + gumbel(bits_of(noise.keys, hashes))).log_softmax(-1)

@@ -13,7 +13,7 @@ from specdec.sampling.noise import SCALE, Noise, bits_of, gumbel, hashes_of, mix
 def grid(seeds, positions: int, tokens) -> torch.Tensor:
     """Return the bits [seeds, positions, tokens] of the positions from 1 on."""
     rows = Noise(seeds, hashes_of(torch.as_tensor(tokens)))
-    return bits_of(rows.behind(torch.zeros(len(seeds), dtype=torch.int64), positions).keys, rows.hashes)
+    return bits_of(rows.after(torch.zeros(len(seeds), dtype=torch.int64), positions).keys, rows.hashes)
 
 
 def test_bits_are_even_and_independent(whole):
@@ -47,7 +47,7 @@ def test_collisions_and_seeds():
     """Over 150,000 positions a token's bits repeat as often as random numbers do. Tokens of one position share none.
     Seeds are any two integers."""
     rows = Noise([(7, 0)], hashes_of(torch.tensor([3, 77])))
-    bits = bits_of(rows.behind(torch.tensor([0]), 150_000).keys, rows.hashes)[0]
+    bits = bits_of(rows.after(torch.tensor([0]), 150_000).keys, rows.hashes)[0]
     repeated = sum(150_000 - len(column.unique()) for column in bits.T)
     expected = 2 * 150_000**2 / 2**33
     assert stats.poisson.sf(repeated - 1, expected) > 1e-3
@@ -90,7 +90,7 @@ def test_both_ends_are_finite_and_fine():
 def test_streams_of_a_round_are_its_own():
     """Coins and drafts are independent of the target's draws, and of those of the next round at the same positions."""
     rows = Noise([(0, row) for row in range(200)], hashes_of(torch.arange(50)))
-    now, then = rows.behind(torch.full((200,), 9), 3), rows.behind(torch.full((200,), 10), 2)
+    now, then = rows.after(torch.full((200,), 9), 3), rows.after(torch.full((200,), 10), 2)
     assert torch.equal(now.whole[:, 1:], then.whole)
     same = {"drafts": (now.drafts[:, 1:], then.drafts), "target": (now.drafts, now.whole)}
     depth, tokens = torch.ones(200, 50, dtype=torch.int64), torch.arange(50).expand(200, 50)
@@ -109,8 +109,8 @@ def test_coins_of_no_two_rounds_are_the_same():
     coins = {}
     for root in range(40):
         for depth in range(4):
-            coin = noise.behind(torch.tensor([root]), 4).coins(torch.tensor([[depth]]), tokens).item()
-            again = noise.behind(torch.tensor([root]), 4).coins(torch.tensor([[depth]]), tokens).item()
+            coin = noise.after(torch.tensor([root]), 4).coins(torch.tensor([[depth]]), tokens).item()
+            again = noise.after(torch.tensor([root]), 4).coins(torch.tensor([[depth]]), tokens).item()
             assert coin == again
             coins[root, depth] = coin
     assert len(set(coins.values())) == len(coins)

@@ -85,12 +85,12 @@ def test_filters_match_transformers(sampling):
 def test_draws_follow_the_distribution_and_the_seeds():
     logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(3)).expand(200_000, 1, 9)
     sampling, hashes = Sampling(temperature=0.7), hashes_of(torch.arange(9))
-    noise = Noise([(1, row) for row in range(200_000)], hashes).behind(torch.zeros(200_000, dtype=torch.int64))
+    noise = Noise([(1, row) for row in range(200_000)], hashes).after(torch.zeros(200_000, dtype=torch.int64))
     drawn = sample(logits, sampling, noise)[:, 0]
     share = drawn.bincount(minlength=9) / len(drawn)
     # Five standard deviations of a share estimated from 200,000 draws are at most 5 * sqrt(.25 / 200000) = .0056
     torch.testing.assert_close(share, filtered_probs(logits[0, 0], sampling), rtol=0, atol=0.0056)
-    again = Noise([(1, 5)], hashes).behind(torch.zeros(1, dtype=torch.int64))
+    again = Noise([(1, 5)], hashes).after(torch.zeros(1, dtype=torch.int64))
     assert sample(logits[:1], sampling, again) == drawn[5]
 
 
@@ -121,7 +121,7 @@ def test_nonsense_is_refused(fields):
 def test_the_least_temperatures_are_greedy(temperature, filters):
     """Divided by them, logits are larger than any number."""
     logits = torch.randn(8, 1, 50, generator=torch.Generator().manual_seed(0)) * 3
-    noise = Noise([(1, row) for row in range(8)], hashes_of(torch.arange(50))).behind(torch.zeros(8).long())
+    noise = Noise([(1, row) for row in range(8)], hashes_of(torch.arange(50))).after(torch.zeros(8).long())
     cold, warm = Sampling(temperature, **filters), Sampling(0.5)
     for sampling in (cold, SamplingBatch([cold] * 4 + [warm] * 4, logits.device)):
         assert torch.equal(sample(logits, sampling, noise)[:4], logits[:4].argmax(-1))

@@ -54,7 +54,7 @@ def verify(verifier, tree: DraftTree, sampling: Sampling, noise):
 def noise_of(rows: int, steps: int, seed: int = 0):
     """Return the noise of the positions after token 0, and of three positions after these."""
     noise, root = Noise([(seed, row) for row in range(rows)], hashes_of(torch.arange(V))), torch.zeros(rows).long()
-    return noise.behind(root, steps + 1), noise.behind(root + steps + 1, 3)
+    return noise.after(root, steps + 1), noise.after(root + steps + 1, 3)
 
 
 def three_tokens(verifier, expansion, sampling, ids=None, rows=ROWS, seed=0, kind="drawn"):

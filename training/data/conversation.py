@@ -132,7 +132,7 @@ def _weight(turn: dict, role: str) -> dict[str, int]:
 
 
 def _said(turn: dict) -> Message:
-    """Return what `specdec regenerate` has written beside an answer's text."""
+    """Return the fields that `specdec regenerate` has added to an answer."""
     tokens, reason = turn.get("tokens"), turn.get("finish_reason")
     if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
         raise ValueError(f"the field 'tokens' of an answer must be a list of token ids, got {shown(tokens)}")

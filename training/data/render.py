@@ -119,7 +119,7 @@ class _Chat:
             start = _alike(prompt, after)
             if start < len(prompt) and base < len(self.text(i)):
                 raise ValueError(
-                    "the chat template rewrites earlier text at each turn, so the assistant's tokens cannot be told; "
+                    "the chat template rewrites earlier text at each turn, so the assistant's tokens cannot be found; "
                     "put {% generation %} markers around the assistant's content in it"
                 )
             if start < len(prompt):  # a prompt that opens reasoning, which the template does not write in an answer

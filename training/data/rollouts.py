@@ -7,7 +7,7 @@ rollouts under the target visit the drafter's own states, and rejected positions
 
 The heavier token replays the failure itself. What the round accepted stands in the text, so the unroll over the text
 reaches, from position root - 1 at step `accepted`, the state in which the drafter missed. The unroll's other steps
-draft the same token from other roots, as rounds that begin elsewhere would. Drafts behind a rejection are not replayed:
+draft the same token from other roots, as rounds that begin elsewhere would. Drafts after a rejection are not replayed:
 no verifier would have reached them.
 """
 

@@ -49,14 +49,14 @@ class Shards:
         self.out, self.rows, self.size, self.file = out, rows, size or rows, None
         self.count = -(-rows // self.size)
         self.first, self.end = (0, self.count) if only is None else (only, only + 1)
-        self.last = min(self.end * self.size, rows)  # the number of the line behind our last one
+        self.last = min(self.end * self.size, rows)  # one past the number of our last line
         self.record = record_of(out)
         self.settings = {"rows": rows, "shard_size": size} | settings
 
     def __enter__(self) -> "Shards":
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            with only_writer(self.record, wait=True):  # beside those who write other files
+            with only_writer(self.record, wait=True):  # others may write other files at the same time
                 self._check_settings()
             self.shard = self.first
             while self.shard < self.end and self.path(self.shard).exists():
@@ -123,8 +123,8 @@ class Shards:
 
     def _cannot_write(self, error: OSError) -> ValueError:
         return ValueError(
-            f"cannot write {error.filename or self._partial()}: {error.strerror}; what was written is kept, and the "
-            "same command goes on from there"
+            f"cannot write {error.filename or self._partial()}: {error.strerror}; the lines written so far are "
+            "complete, and the same command continues after them"
         )
 
 

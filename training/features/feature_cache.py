@@ -1,7 +1,7 @@
 """A cache of features on disk: what it keeps, what made it, and how it is read in place of running the target.
 
 A cache is a folder of `cache.json` and shards `features-00000-of-00012.safetensors`. A shard holds some conversations
-in a row, their tokens one behind the other.
+in a row, their tokens concatenated.
 
 - Of each token it keeps the id, whether it is to be learnt, and the target's hidden states at the drafter's taps.
 - Of each position whose next-token distribution may be learnt it keeps either the hidden state before the head, from
@@ -57,16 +57,16 @@ class Form:
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
         """Of each tensor of a shard: what it has a row for, the row's shape, and the dtype. Rows are for each sample,
         for each token, or for each position that may be learnt."""
-        kept = {
+        columns_kept = {
             "lengths": ("sample", (), torch.int32),
             "tokens": ("token", (), torch.int32),
             "mask": ("token", (), torch.bool),
             **self._states("feats", "token", len(self.taps)),
         }
         if self.keep is None:
-            return kept if self.layers in self.taps else kept | self._states("hidden", "position", 1)
+            return columns_kept if self.layers in self.taps else columns_kept | self._states("hidden", "position", 1)
         log = torch.float32 if self.store == "fp32" else torch.float16
-        return kept | {
+        return columns_kept | {
             "ids": ("position", (self.keep,), torch.int32),
             "logp": ("position", (self.keep,), log),
             "log_rest": ("position", (1,), log),
@@ -138,7 +138,7 @@ def describe(
 
 def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
     """Raise ValueError, naming both values, unless `made` has all that `now` has. Of the target only the signature is
-    compared, not the name behind it: folders move."""
+    compared, not the folder in its name: folders move."""
     for what, value in now.items():
         same = made.get(what) == value
         if what == "target" and isinstance(made.get(what), str):
@@ -166,8 +166,8 @@ class FeatureCache:
             )
         from specdec.training.features.manifest import Manifest  # here: only readers need pydantic
 
-        told = read_model(Manifest, self.manifest, str(self.folder / MANIFEST))
-        self.keep, count = told.keep, len(told.shards)
+        written = read_model(Manifest, self.manifest, str(self.folder / MANIFEST))
+        self.keep, count = written.keep, len(written.shards)
         paths = [shard_path(self.folder, i, count) for i in range(count)]
         if missing := sum(not path.is_file() for path in paths):
             raise ValueError(
@@ -204,22 +204,23 @@ class FeatureCache:
             return online_features(target, batch, taps, autocast)
         device, shape = target.device, batch.tokens.shape
         feats = torch.zeros(*shape, len(taps), target.config.hidden)
-        kept: dict[str, Tensor] = {}
+        columns_kept: dict[str, Tensor] = {}
         for row, numbers in enumerate(batch.rows):
             end = 0
             for number in numbers:
                 start, end = end, end + len(self.samples[number].ids)
-                self._read(number, row, start, feats, kept)
+                self._read(number, row, start, feats, columns_kept)
         if self.keep is None:
             last = target.config.layers
-            hidden = feats[:, :, taps.index(last)] if last in taps else kept["hidden"][:, :, 0]
+            hidden = feats[:, :, taps.index(last)] if last in taps else columns_kept["hidden"][:, :, 0]
             logits = deferred_logits(target, hidden.to(device, target.head.weight.dtype), autocast)
         else:
-            logits = TopTokens(**{name: values.to(device) for name, values in kept.items()})
+            logits = TopTokens(**{name: values.to(device) for name, values in columns_kept.items()})
         return arguments(batch, feats.flatten(2).to(device), logits)
 
-    def _read(self, number: int, row: int, start: int, feats: Tensor, kept: dict[str, Tensor]) -> None:
-        """Put one sample's features into feats [B,T,count,H] and kept [B,T,...], at `row` from column `start` on."""
+    def _read(self, number: int, row: int, start: int, feats: Tensor, columns_kept: dict[str, Tensor]) -> None:
+        """Copy one sample's features into feats [B,T,count,H] and columns_kept [B,T,...], at `row` from column `start`
+        on."""
         which, token, position = self.places[number]
         mask, shard = self.samples[number].mask, self.shards[which]
         feats[row, start : start + len(mask)] = _states(shard, "feats", slice(token, token + len(mask)))
@@ -235,9 +236,9 @@ class FeatureCache:
         else:
             found = {"hidden": _states(shard, "hidden", rows)} if "hidden" in names else {}
         for name, values in found.items():
-            if name not in kept:
-                kept[name] = values.new_zeros(*feats.shape[:2], *values.shape[1:])
-            kept[name][row, columns] = values
+            if name not in columns_kept:
+                columns_kept[name] = values.new_zeros(*feats.shape[:2], *values.shape[1:])
+            columns_kept[name][row, columns] = values
 
 
 def _states(shard, name: str, rows: slice) -> Tensor:

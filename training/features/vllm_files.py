@@ -37,7 +37,7 @@ class StateFile:
     path: Path
     ids: np.ndarray  # [T] int32
     layers: tuple[int, ...]  # which states, as vLLM counts them
-    next_token: int | None  # that vLLM said behind the last, if it chose the likeliest and the file tells
+    next_token: int | None  # that vLLM generated after the last one, if it was greedy and the file has it
 
     def states(self, length: int) -> Tensor:
         """[length,layers,H], those of the first tokens, in the dtype of the file."""
@@ -163,12 +163,12 @@ class VllmStates:
     def _check_next(self, files: Iterable[StateFile]) -> None:
         """Raise ValueError unless the head finds the tokens that vLLM chose likely: it does not if the files are those
         of another target, or their last state is not the last layer's. Files that do not tell are not looked at."""
-        told = [file for file in files if file.next_token is not None]
-        wrong = [file for file in told[:32] if file.next_token not in self._likely(file)]
-        if 2 * len(wrong) > len(told[:32]):
+        labelled = [file for file in files if file.next_token is not None]
+        wrong = [file for file in labelled[:32] if file.next_token not in self._likely(file)]
+        if 2 * len(wrong) > len(labelled[:32]):
             raise ValueError(
                 f"{wrong[0].path}: by the head of {self.target.name} vLLM's next token is not among the {LIKELIEST} "
-                f"likeliest, so in {len(wrong)} of {len(told[:32])} files: these are another target's states"
+                f"likeliest, so in {len(wrong)} of {len(labelled[:32])} files: these are another target's states"
             )
 
     def _likely(self, file: StateFile) -> list[int]:

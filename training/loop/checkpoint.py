@@ -1,4 +1,4 @@
-"""Checkpoints of a run: `checkpoints/step-00000200.pt`, each whole or not there, the last few kept.
+"""Checkpoints of a run: `checkpoints/step-00000200.pt`, each written atomically, of which the last few stay.
 
 A checkpoint is a zip with a checksum for every tensor. One that was cut off or altered is recognised by these, and the
 one before it is used. A run goes on from a state by `restore`.
@@ -141,8 +141,8 @@ def _check_same_run(run: "Trainer", state: dict, path: Path) -> None:
         raise ValueError(
             f"{path} belongs to another drafter: give the same drafter and data settings, or another `out`"
         )
-    told = state.get("data"), run.data_signature
-    if None not in told and told[0] != told[1]:  # older checkpoints lack it, and the next
+    signatures = state.get("data"), run.data_signature
+    if None not in signatures and signatures[0] != signatures[1]:  # older checkpoints lack it, and the next
         raise ValueError(
             f"{path} has learnt other conversations than data.path gives now: give the same, or another `out`"
         )

@@ -21,7 +21,7 @@ from specdec.training.loop.settings import TrainerConfig
 from specdec.training.objectives.losses import pieces, product
 from specdec.training.objectives.teacher import Student, TeacherLogits, TopTeacher, read_teacher
 from specdec.trees import Chain
-from specdec.trees.optimal import KEPT
+from specdec.trees.optimal import TEMPERATURES
 from specdec.trees.record import answers_to, record
 
 DEPTH = WIDTH = 8  # levels and children of acceptance.json
@@ -106,7 +106,7 @@ class Decoding:
         """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`. write: False for a
         process that only has its share of the target to give."""
         drafter = load_drafter(folder, self.target)
-        found = tuple(self._record(drafter, DEPTH, t).along(min(WIDTH, drafter.vocab.size)) for t in KEPT)
+        found = tuple(self._record(drafter, DEPTH, t).along(min(WIDTH, drafter.vocab.size)) for t in TEMPERATURES)
         about = f"{len(self.prompts)} {self.about}, {self.max_new_tokens} tokens"
         if write and not any(along.empty for along in found):  # by answers of one token nobody could choose a tree
             write_text(folder / FILE, Acceptance(found, about).as_text())

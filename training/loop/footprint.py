@@ -15,7 +15,7 @@ from specdec.training.loop.trainer import Trainer
 from specdec.training.loop.weights import is_shard
 from specdec.training.objectives.losses import LEAST_ROWS, PIECE
 
-SHARES = (2, 4, 8)  # processes of which an estimate is told
+SHARES = (2, 4, 8)  # numbers of processes that an estimate covers
 
 
 def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
@@ -83,10 +83,10 @@ def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:
     tensors = list(itertools.chain(drafter.parameters(), drafter.buffers()))
     twin = copy.deepcopy(drafter, {id(t): t for t in tensors})  # its tables of positions become ones without contents
     twin.documents = None
-    kept: dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
         return tensor
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -95,7 +95,7 @@ def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:
         feats = torch.zeros(*shape, _width(drafter))
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             readouts = objective.readouts(twin, feats, torch.zeros(shape, dtype=torch.int64))
-        total = sum(size for storage, size in kept.items() if storage not in own)
+        total = sum(size for storage, size in storages.items() if storage not in own)
         return total + sum(readout.untyped_storage().nbytes() for readout in readouts)  # and their gradients
 
 

@@ -88,7 +88,7 @@ def draw_curves(log: Path, picture: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize="small")
-    write_whole(picture, lambda aside: figure.savefig(aside, dpi=110, format="png"))
+    write_whole(picture, lambda staging: figure.savefig(staging, dpi=110, format="png"))
 
 
 def _plot(axes, rows: list[dict], split: str, key: str, label: str, at: int | None = None) -> None:

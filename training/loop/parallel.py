@@ -118,9 +118,9 @@ class Together(Processes):
 
 
 class Replicas(Together):
-    """One of several processes that share one target and train the same drafter on the same batches. So each is
-    number 0 of 1 to whoever asks for batches. Gradients are averaged all the same: what a GPU's sums leave to chance
-    would else drive the drafters apart."""
+    """One of several processes that share one target and train the same drafter on the same batches. So `number` and
+    `count` are 0 and 1, for data loading. Gradients are averaged all the same: the order of a GPU's sums is random, and
+    the drafters would drift apart."""
 
     def __init__(self, accelerator: "Accelerator", device: str):
         super().__init__(accelerator, device)

@@ -1,4 +1,4 @@
-"""A run goes on with the settings that it began with: what would change it is refused, and what would not is told."""
+"""A run continues with the settings that it began with. Changes of its result are refused, others are reported."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

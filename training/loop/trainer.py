@@ -119,7 +119,7 @@ class Trainer:
         metrics = self._look() if self.owed else {}
         self.owed = False
         groups = self._groups()
-        # Closed before an error is told, which would else stand above it
+        # Closed before an error is printed, which would otherwise stand above it
         with tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main) as bar:
             mark = time.monotonic()
             while self.step < config.steps and not asked:
@@ -201,8 +201,7 @@ class Trainer:
         return self.config.autocasting(self.target.device)
 
     def _features(self, drafter: nn.Module, batch: Batch) -> Features:
-        """The objective's arguments for a batch. The drafter is told where the conversations of a row end, and how it
-        begins."""
+        """The objective's arguments for a batch. Sets the drafter's `documents` and `first_tokens` for it."""
         features = self.features(self.target, batch, drafter.taps, self._autocast())
         tokens = features["tokens"]
         drafter.documents = None if batch.documents is None else batch.documents.to(tokens.device)
@@ -257,7 +256,7 @@ class Trainer:
         return {f"heldout_{key}": logged[key] for key in (*scalars, "losses", "accuracy")}
 
     def _decode(self) -> dict:
-        """The tau of greedy decoding with the drafter as it is now. The best drafter so far is kept in `best/`."""
+        """The tau of greedy decoding with the drafter as it is now. The best drafter so far is saved in `best/`."""
         self._publish()
         if not self.processes.evaluates:
             return {}

@@ -1,7 +1,7 @@
 """Training objectives: Objective(drafter, features of a batch) -> (loss, metrics).
 
-Metrics are means over positions, with one entry for each step of the unroll. Beside them stands `counted` [], the
-number of positions behind the first step's mean: the trainer weighs the batches of an optimiser step by it.
+Metrics are means over positions, with one entry for each step of the unroll. The metric `counted` [] is the number of
+positions in the first step's mean: the trainer weighs the batches of an optimiser step by it.
 
 The teacher is the target, whose distribution p is learnt. The student is the drafter, whose distribution is q.
 """

@@ -65,7 +65,7 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
 
 def draw_visible(base: float, anchors: Tensor, rows: int) -> Tensor:
-    """How many tokens the block behind each anchor [B,A] is shown, the anchor among them: 2 to rows - 1 of a block of
+    """Draw how many tokens the block after each anchor [B,A] sees, including the anchor: 2 to rows - 1 of a block of
     `rows` rows, n with a probability in proportion to base^n (VP-Drafter, arXiv 2606.04446)."""
     least = min(2, rows - 1)
     odds = base ** torch.arange(least, max(rows, least + 1), device=anchors.device, dtype=torch.float32)
@@ -86,7 +86,7 @@ def slots(
     """The slots of blocks, `width` each, that draft tokens of their own document.
 
     counts: which of them count. 'label': those whose token is learnt; 'prefix': those before the first one whose token
-    is not learnt; 'previous': those behind a learnt token. weights [B,T]: what each token counts; None: 1. visible
+    is not learnt; 'previous': those after a learnt token. weights [B,T]: what each token counts; None: 1. visible
     [B,A]: how many tokens a block is shown, whose slots do not count; None: the anchor alone.
     """
     length = loss_mask.shape[1]

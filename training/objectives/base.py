@@ -27,7 +27,7 @@ def one_of(**choices: tuple[str, Sequence[str]]) -> None:
 
 
 def documents_of(drafter: Drafter, tokens: Tensor) -> Tensor:
-    """[B,T], the number of the document that each token is of; a text is one document unless the drafter was told."""
+    """Return the document number of each token, [B,T]. Without `drafter.documents` a text is one document."""
     return torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
 
 
@@ -77,7 +77,7 @@ class Objective:
 
     @property
     def lookahead(self) -> int:
-        """How many tokens behind a position the loss at it may read."""
+        """Number of tokens after a position that the loss at it may read."""
         return self.steps + 1
 
     @property
@@ -118,7 +118,7 @@ class Objective:
         readouts = [batch.rows(state.readout, j) for j, state in enumerate(states)]
         loss = head_loss(judge, readouts, [state.head.weights for state in states])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
-        extra, more = self.beside(states, feats, batch)
+        extra, more = self.extra_terms(states, feats, batch)
         return loss + extra, metrics | more | {"counted": batch.divisors[0]}
 
     def weigh(self, student: Student, teacher: Teacher) -> Value:
@@ -154,7 +154,7 @@ class Objective:
         """What heads read of a batch in which everything is learnt, for `specdec.training.estimate`."""
         return [state.readout for state in drafter.unroll(feats, tokens, self.steps)]
 
-    def beside(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
+    def extra_terms(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
         """What a subclass adds: to the loss, and to the metrics."""
         return 0.0, {}
 

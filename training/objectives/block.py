@@ -23,7 +23,7 @@ DENOMINATORS = ("weights", "slots", "texts")
 
 
 class BlockObjective(Objective):
-    """Terms at each slot of blocks behind sampled anchors: sum w_j term_j / denominator.
+    """Terms at each slot of blocks after sampled anchors: sum w_j term_j / denominator.
 
     - anchors: at most so many of each text. where, counts: which anchors, which slots (`training.objectives.anchors`).
     - weights: 'exp', w_j = exp(-j / gamma); 'uniform', w_j = 1; 'd_pace', by what the drafter knows already (`pace`).
@@ -109,7 +109,7 @@ class BlockObjective(Objective):
         blocks = drafter.blocks(self.noisy(feats), following, (chosen.anchors - 1).clamp(min=0), chosen.visible)
         judge = _Slots(self, drafter, teacher_logits, drafter.vocab.from_target(following), chosen, len(tokens))
         rows, base = blocks.readout[chosen.chosen], [drafter.head.weights] * drafter.block
-        slots, behind = rows.split_with_sizes([drafter.shape.hidden, rows.shape[2] - drafter.shape.hidden], 2)
+        slots, reads = rows.split_with_sizes([drafter.shape.hidden, rows.shape[2] - drafter.shape.hidden], 2)
         if judge.candidates is not None:  # the selector's own loss is asked for below
             readouts, heads = slots.unbind(1), base
         else:
@@ -118,14 +118,14 @@ class BlockObjective(Objective):
                 readouts, heads = readouts + slots.unbind(1), heads + base
         loss = head_loss(judge, readouts, heads)
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy, "counted": judge.divisor}
-        for name, lost, by_slot in self._heads(drafter, blocks, slots, behind, judge, len(tokens)):
+        for name, lost, by_slot in self._heads(drafter, blocks, slots, reads, judge, len(tokens)):
             loss = loss + lost
             metrics[name] = by_slot
         return loss, metrics
 
-    def _heads(self, drafter, blocks: Blocks, slots: Tensor, behind: Tensor, judge: "_Slots", texts: int) -> Iterator:
-        """What the confidence head and the selector lose beside the terms, each with the name of its metric and its
-        loss by slot. slots [n,W,H], behind [n,W,R]: what is read of the blocks that count."""
+    def _heads(self, drafter, blocks: Blocks, slots: Tensor, reads: Tensor, judge: "_Slots", texts: int) -> Iterator:
+        """The losses of the confidence head and the selector, in addition to the terms, each with its metric's name
+        and the loss by slot. slots [n,W,H], reads [n,W,R]: of the blocks that count."""
         counted = judge.weights.sum(0).clamp(min=1e-6)
         if blocks.confidence is not None:
             sure = blocks.confidence[judge.slots.chosen].float()
@@ -135,7 +135,7 @@ class BlockObjective(Objective):
             known = judge.candidates.known
             weights, mask = judge.weights * known, judge.slots.mask * known
             (output,), (own,) = drafter.head.weights, drafter.conditional.head.weights
-            missed = judge.candidates.losses(slots, behind, output, own) * weights
+            missed = judge.candidates.losses(slots, reads, output, own) * weights
             lost = missed.sum() / self.divisor(mask, weights, texts).clamp(min=1e-6)
             by_slot = missed.detach().sum(0) / weights.sum(0).clamp(min=1e-6)
             yield "selector_losses", self.selector * lost, by_slot
@@ -204,7 +204,7 @@ class _Slots(TermsJudge):
         self.confident = drafter.confidence is not None
 
     def teacher(self, rows: slice) -> Teacher | TopTeacher:
-        # Blocks overlap, and slots behind the text count nothing.
+        # Blocks overlap, and slots after the end of the text count nothing.
         return self.read_once(*(x[rows].flatten() for x in self.slots.here))
 
     def judge(self, steps: list[int], rows: slice, teacher: Teacher | TopTeacher, logits: Tensor) -> Value:

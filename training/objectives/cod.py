@@ -2,7 +2,7 @@
 
 A row has an anchor, the position p of the last real token before it, and a depth d, the number of mask tokens up to
 itself. The target predicts its token at column p + d. Depth 0 is the real row itself, and all of those are learnt. Of
-depth d a share `kept` ** d is drawn, `kept_min` at least, among the rows that follow one that was drawn at depth d - 1.
+depth d a share `share` ** d is drawn, `least_share` at least, of the rows that follow one drawn at depth d - 1.
 So a chain is learnt from its beginning on.
 """
 
@@ -16,12 +16,12 @@ POOLS = ("learnt", "all")
 
 
 def sample(
-    learnt: Tensor, depths: int, kept: float, kept_min: float, anchors: int | None = None, pool: str = "learnt"
+    learnt: Tensor, depths: int, share: float, least_share: float, anchors: int | None = None, pool: str = "learnt"
 ) -> Tensor:
     """[B,T,depths] bool, at [b,c,d]: whether the row of depth d that ends at column c is drawn.
 
     learnt [B,T] bool: columns at which the target's prediction is learnt. pool: 'learnt', chains go through learnt
-    columns, whose number n gives (n - d) kept^d rows of depth d (speculators); 'all', through any, T kept^d rows
+    columns, whose number n gives (n - d) share^d rows of depth d (speculators); 'all', through any, T share^d rows
     (PARD). anchors: chains begin in so many learnt columns at most. While gradients are off, as in evaluation, the draw
     is the same every time.
     """
@@ -38,7 +38,7 @@ def sample(
     total, drawn = now.sum(1), [learnt]
     for depth in range(1, depths):
         size = total - depth if pool == "learnt" else total
-        now = some(now, (size.clamp(min=0).double() * max(kept**depth, kept_min)).long())
+        now = some(now, (size.clamp(min=0).double() * max(share**depth, least_share)).long())
         drawn.append(now & learnt)
         now = F.pad(now[:, :-1], (1, 0), value=False) & through
     return torch.stack(drawn, 2)

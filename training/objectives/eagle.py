@@ -46,7 +46,7 @@ class EagleObjective(Objective):
             )
         return super().__call__(drafter, **inputs)
 
-    def beside(self, states: list[DraftState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
+    def extra_terms(self, states: list[DraftState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
         wanted = feats[batch.row, batch.column]
         losses = torch.stack([
             (F.smooth_l1_loss(batch.rows(state.hidden, j).float(), wanted, reduction="none").mean(-1) * share).sum()

@@ -69,7 +69,7 @@ class Judge(Protocol):
 class _HeadLoss(torch.autograd.Function):
     """sum_j loss_j(readout_j @ head_j.T).
 
-    Forward computes each piece's gradients by readouts and heads while its logits are at hand. So no piece is kept for
+    Forward computes each piece's gradients by readouts and heads while its logits exist. So no piece is stored for
     backward, and none is computed twice. A piece holds all steps of a head at a few positions: what the steps share
     stays in the processor's caches, and the head's weight is read once for all of them.
     """

@@ -62,7 +62,7 @@ class ParallelObjective(Objective):
                 raise ValueError(f"objective.{name} is a share, from 0 to 1, got {value}")
         if anchors is not None and anchors < 1:
             raise ValueError(f"objective.anchors must be at least 1, or null for all, got {anchors}")
-        self.kept, self.kept_min, self.anchors, self.pool = kept, kept_min, anchors, pool
+        self.share, self.least_share, self.anchors, self.pool = kept, kept_min, anchors, pool
         self.counts, self.weights, self.drop = counts, weights, drop
 
     lookahead = 0  # no chain leaves its document
@@ -90,7 +90,7 @@ class ParallelObjective(Objective):
         readout = blocks.readout[rows.row, rows.place, rows.depth]
         each = torch.ones_like(readout[:, 0], dtype=torch.float32)
         if self.weights == "teacher":
-            each = believed(rows, told(rows, teacher_logits, following))
+            each = believed(rows, teacher_logprobs(rows, teacher_logits, following))
         if weights is not None:
             each = each * F.pad(weights[:, 1:], (0, 1), value=1.0)[rows.row, rows.column]
         judge = _Rows(self, drafter, teacher_logits, drafter.vocab.from_target(following), rows, each)
@@ -108,7 +108,7 @@ class ParallelObjective(Objective):
 
     def rows_of(self, drafter: ParallelDrafter, learnt: Tensor, documents: Tensor) -> Tensor:
         """[B,T+1,block] bool: which rows are learnt, as `by_anchor` gives them."""
-        drawn = sample(learnt, drafter.block, self.kept, self.kept_min, self.anchors, self.pool)
+        drawn = sample(learnt, drafter.block, self.share, self.least_share, self.anchors, self.pool)
         return by_anchor(drawn, documents, drafter.earliest)
 
     def noisy(self, feats: Tensor) -> Tensor:
@@ -120,22 +120,22 @@ class ParallelObjective(Objective):
     def readouts(self, drafter: ParallelDrafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
         drafter.first_tokens = tokens[:, 0]
         width = tokens.shape[1]
-        shares = [1.0] + [max(self.kept**depth, self.kept_min) for depth in range(1, drafter.block)]
+        shares = [1.0] + [max(self.share**depth, self.least_share) for depth in range(1, drafter.block)]
         lengths = [sum(column < share * width for share in shares) for column in range(width)]
         return [drafter.blocks(feats, tokens, torch.arange(width).expand_as(tokens), lengths).readout]
 
 
-def sampled(kept: Tensor) -> Sampled:
-    """The rows that are kept [B,T+1,K], at [b,p+1,d] for anchor p and depth d."""
-    depths = torch.arange(1, kept.shape[2] + 1, device=kept.device)
-    lengths, order = (kept * depths).amax(2).sort(dim=1, descending=True, stable=True)
+def sampled(drawn: Tensor) -> Sampled:
+    """The drawn rows [B,T+1,K], at [b,p+1,d] for anchor p and depth d, sorted for a forward in pieces."""
+    depths = torch.arange(1, drawn.shape[2] + 1, device=drawn.device)
+    lengths, order = (drawn * depths).amax(2).sort(dim=1, descending=True, stable=True)
     longest = lengths.amax(0).tolist()  # waits for the device, once a training step
     used = max(sum(length > 0 for length in longest), 1)
     order = order[:, :used]
-    row, place, depth = kept.gather(1, order[..., None].expand(-1, -1, kept.shape[2])).nonzero(as_tuple=True)
+    row, place, depth = drawn.gather(1, order[..., None].expand(-1, -1, drawn.shape[2])).nonzero(as_tuple=True)
     anchors = order - 1
     column = anchors[row, place] + depth
-    by_column = (row * kept.shape[1] + column).argsort(stable=True)  # rows of one column share their teacher
+    by_column = (row * drawn.shape[1] + column).argsort(stable=True)  # rows of one column share their teacher
     row, place, depth, column = (x[by_column] for x in (row, place, depth, column))
     return Sampled(anchors, [max(length, 1) for length in longest[:used]], row, place, depth, column)
 
@@ -147,8 +147,8 @@ def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
     return [(rows.row, x.clamp(min=0), (rows.depth >= back) & (x >= 0)) for back, x in enumerate(at, start=1)]
 
 
-def told(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
-    """[B,T] the target's log-probability of the token behind each column that `before` looks at, elsewhere 0.
+def teacher_logprobs(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
+    """[B,T] the target's log-probability of the token after each column that `before` looks at, elsewhere 0.
 
     following [B,T]: these tokens."""
     if isinstance(teacher_logits, TopTokens):

@@ -13,7 +13,7 @@ class TokensObjective(Objective):
     token that stands j + 1 places after the known one.
 
     FastMTP weighs the recursions of one MTP head so, with decay 0.6, and Medusa its heads, with decay 0.8. On the
-    target's own answers this is distillation from samples. Further terms may stand beside it. A position counts if its
+    target's own answers this is distillation from samples. Further terms can be added to it. A position counts if its
     token belongs to the loss mask and to the draft vocabulary.
     """
 

@@ -10,7 +10,7 @@ r"""Writes the hidden states of a target that runs in vLLM, one file for each re
 
 It needs nothing of this project, so the file may also be copied to where vLLM runs. It is vLLM's own
 `ExampleHiddenStatesConnector` with another way to write. That one copies into pinned memory through CUDA streams, which
-a CPU does not have, leaves locks behind, and does not say what is in a file. Here tensor-parallel rank 0 copies as
+a CPU does not have, leaves lock files, and does not say what is in a file. Here tensor-parallel rank 0 copies as
 torch does on any device, and a file is whole or not there. States keep the dtype in which vLLM computes them. Tried
 with vLLM 0.32.0 on a CPU, in fp32 and bf16, and with two tensor-parallel processes; not on a GPU.
 
@@ -33,19 +33,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_c
 class Save(example.PendingSave):
     """A finished request, on its way from the scheduler to the workers."""
 
-    next_token: int | None = None  # what the target says behind the last token, if it was asked for the likeliest
+    next_token: int | None = None  # the target's next token, if the request was greedy
 
 
 class HiddenStateFiles(example.ExampleHiddenStatesConnector):
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         self.use_lock = False
-        self.sent: set[str] = set()  # requests whose states are copied, and whose end vLLM has not told yet
+        self.sent: set[str] = set()  # requests whose states are copied, and whose end vLLM has not reported yet
 
     # In the scheduler
 
     def request_finished(self, request, block_ids: list[int]):
-        delayed, told = super().request_finished(request, block_ids)
+        delayed, params = super().request_finished(request, block_ids)
         if delayed:
             pending = self._pending_saves[request.request_id]
             following = list(request.all_token_ids)[len(pending.token_ids) :]
@@ -54,7 +54,7 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
             self._pending_saves[request.request_id] = Save(
                 **vars(pending), next_token=int(following[0]) if greedy and following else None
             )
-        return delayed, told
+        return delayed, params
 
     # In the workers
 
@@ -96,15 +96,15 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
 
 def write(path: Path, pending: Save, states: torch.Tensor, about: dict) -> None:
     """Write a file under another name, and give it its own when it is on the disk."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    staging = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"hidden_states": states, "token_ids": pending.token_ids}
-        save_file(tensors, aside, {"specdec": json.dumps(about | {"next_token": pending.next_token})})
-        aside.replace(path)
+        save_file(tensors, staging, {"specdec": json.dumps(about | {"next_token": pending.next_token})})
+        staging.replace(path)
     except Exception as error:  # a thread's would be lost
         example.logger.error("%s was not written: %r", path, error)
-        aside.unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)
 
 
 def vllm_version() -> str:

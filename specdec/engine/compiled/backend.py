@@ -17,7 +17,7 @@ from specdec.engine.compiled.record import Record, record
 from specdec.engine.executor import restored
 from specdec.ops import native
 
-LEAST = 2  # the least bound that a compiled round is told: Inductor takes lengths of 0 and 1 for special
+LEAST = 2  # smallest bound that a compiled round is given: Inductor treats lengths of 0 and 1 as special cases
 
 
 class CompiledRounds:
@@ -28,23 +28,23 @@ class CompiledRounds:
 
     fixed, any_bound, late = True, True, False
 
-    def __init__(self, aside: bool = False):
-        """aside: functions that are not kept yet are compiled in another process, and meanwhile rounds are eager."""
+    def __init__(self, in_background: bool = False):
+        """in_background: compile in another process what is not cached yet, and run eager rounds meanwhile."""
         native.load()
-        self.workshop = Workshop() if aside else None
+        self.workshop = Workshop() if in_background else None
 
     def forget(self) -> None:
         if self.workshop is not None:
             self.workshop.forget()
 
-    def capture(self, run: Callable[[int], Any], kept: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+    def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
         # Half of it tells the most. But of a window between the two only the longer one has a mask.
         bounds = [bound, max(bound // 2, 1), max(bound - 1, 1)]
         if self.workshop is None:
-            return compiled_run(run, kept, bounds, self.compile)
-        graph = recorded_graph(run, kept, bounds)
-        library = build.kept_library(graph)
-        if compiled := build.load_if_kept(library):
+            return compiled_run(run, preserved, bounds, self.compile)
+        graph = recorded_graph(run, preserved, bounds)
+        library = build.library_path(graph)
+        if compiled := build.load_if_present(library):
             return replay_of(graph, compiled)
         return self._meanwhile(run, graph, library)
 
@@ -64,16 +64,16 @@ class CompiledRounds:
         return play
 
     def compile(self, graph: RoundGraph) -> build.Compiled:
-        """A compiled graph, told in a line on standard error with the time that it took."""
-        start, library = time.perf_counter(), build.kept_library(graph)
-        if compiled := build.load_if_kept(library):
+        """Compile a graph, or load it from the cache. Prints a line with the time on standard error."""
+        start, library = time.perf_counter(), build.library_path(graph)
+        if compiled := build.load_if_present(library):
             print(f"note: loaded a compiled round in {time.perf_counter() - start:.2f} s", file=sys.stderr)
             return compiled
         print("note: compiling a round ... ", end="", file=sys.stderr, flush=True)
         said = "it failed"
         try:
             build.make_library(graph, library)
-            said = f"{time.perf_counter() - start:.1f} s, and it is kept for the next time"
+            said = f"{time.perf_counter() - start:.1f} s, and it is cached"
         finally:
             print(said, file=sys.stderr)
         return build.load(library)
@@ -81,24 +81,30 @@ class CompiledRounds:
 
 def compiled_run(
     run: Callable[[int], Any],
-    kept: abc.Sequence[Tensor],
+    preserved: abc.Sequence[Tensor],
     bounds: list[int],
     compile: Callable[[RoundGraph], build.Compiled],
 ) -> Callable[[int], Any]:
-    """What `run` does, compiled, for all bounds up to the first, or for the only one. With the next ones it is tried,
-    one after the other, whether what it does depends on the bound as a graph can tell. kept: as for a capture."""
-    graph = recorded_graph(run, kept, bounds)
+    """Return `run`, compiled.
+
+    Args:
+        run: The function to compile.
+        preserved: Tensors that recording must leave unchanged, as for `Executor.capture`.
+        bounds: The largest bound, or the only one, then further bounds. These show how the graph depends on the bound.
+        compile: Compiles a graph.
+    """
+    graph = recorded_graph(run, preserved, bounds)
     return replay_of(graph, compile(graph))
 
 
-def recorded_graph(run: Callable[[int], Any], kept: abc.Sequence[Tensor], bounds: list[int]) -> RoundGraph:
-    """The graph of what `run` does; kept and bounds as for `compiled_run`."""
+def recorded_graph(run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bounds: list[int]) -> RoundGraph:
+    """Return the graph of what `run` does. preserved, bounds: as for `compiled_run`."""
 
     def undone(bound: int) -> Record:
-        with restored(kept):
+        with restored(preserved):
             return record(run, bound, native.SEEN)
 
-    undone(bounds[0])  # what is made once and kept is made now
+    undone(bounds[0])  # tensors that are made once and then cached are made now
     one, *others = bounds
     return graph_of(undone(one), map(undone, others))
 

@@ -1,6 +1,6 @@
 """Graphs compiled in another process, so that rounds go on meanwhile.
 
-That process has the lowest priority. It outlives the one that asked, so what it makes is kept for the next.
+That process has the lowest priority. It may outlive its parent, and the next process finds its result in the cache.
 """
 
 import copyreg
@@ -117,9 +117,7 @@ class Work:
             print(f"note: a round stays eager, as it was not compiled: {reason}", file=sys.stderr)
         else:
             seconds, more = time.perf_counter() - self.begun, f"; {left} more are to come" if left else ""
-            print(
-                f"note: a round was compiled in {seconds:.0f} s, and is kept for the next time{more}", file=sys.stderr
-            )
+            print(f"note: a round was compiled in {seconds:.0f} s and is cached{more}", file=sys.stderr)
         self.said.close()
 
 
@@ -141,7 +139,7 @@ class Workshop:
         """The function of the order if it has been made since; else a round goes without it. Never waits."""
         order.wanted += 1
         self._go_on(1)
-        return build.load_if_kept(order.library) if order.over else None
+        return build.load_if_present(order.library) if order.over else None
 
     def forget(self) -> None:
         """Begin nothing of what was asked for so far."""

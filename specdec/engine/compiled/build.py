@@ -1,4 +1,4 @@
-"""Inductor makes a library of a graph, and the library is kept: the next process loads it without Inductor."""
+"""Inductor compiles a graph into a library. The library is cached, so the next process loads it without Inductor."""
 
 import hashlib
 import shutil
@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 Compiled = Callable[[list[Tensor]], list[Tensor]]  # the graph's inputs -> its outputs
 
 
-def kept_library(graph: RoundGraph) -> Path:
-    """Where the library of this graph is kept, or will be, on this processor and with so many threads."""
+def library_path(graph: RoundGraph) -> Path:
+    """Return where the library of this graph is cached, for this processor and number of threads."""
     return kept_folder("compiled") / key_of(graph) / LIBRARY
 
 
@@ -40,7 +40,7 @@ def load(library: Path) -> Compiled:
     return torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1).run
 
 
-def load_if_kept(library: Path) -> Compiled | None:
+def load_if_present(library: Path) -> Compiled | None:
     """The function in a library; None if it is not there, or does not load and is removed."""
     try:
         return load(library) if library.is_file() else None

@@ -29,7 +29,7 @@ class Call:
 
 @dataclass
 class Record:
-    """What a run did, and what it returned. All of its tensors are kept, so that none lies where another lay."""
+    """The operators of a run and its result. It holds all tensors, so that no two of them share an address."""
 
     bound: int
     calls: list[Call] = field(default_factory=list)

@@ -87,7 +87,7 @@ class Bench:
     """Runs configurations, with what all of them share."""
 
     target: object
-    contenders: dict[str, Callable[[], Contender]]  # how to make each, when it is first needed; they are kept
+    contenders: dict[str, Callable[[], Contender]]  # how to make each; it is made when first needed, and reused
     prompts: Prompts
     ceiling: float  # bytes/s that the memory moves at best
     warmups: int = 2
@@ -95,7 +95,7 @@ class Bench:
     budget: float | None = None  # seconds from now on
     seed: int = 0
     random_weights: bool = False  # then those of transformers differ from ours, and drafts are accepted by accident
-    progress: Callable[[str], None] = lambda what: None  # told what is being done
+    progress: Callable[[str], None] = lambda what: None  # called with a description of each step
     save: Callable[[list[dict]], None] = lambda rows: None  # given a configuration's rows after each warm-up and trial
 
     def __post_init__(self) -> None:
@@ -128,19 +128,19 @@ class Bench:
             for name in list(self.runs):
                 self._attempt(name, self._trial)
                 self.save(list(self._summarised().values()))
-        told = self._summarised()
+        summary = self._summarised()
         if "plain" in self.runs and self.sampling.greedy:
-            self._compare_texts(told)
-        return list(told.values())
+            self._compare_texts(summary)
+        return list(summary.values())
 
     def _summarised(self) -> dict[str, dict]:
         """Return the rows with what the trials so far say."""
-        told = {name: dict(row) for name, row in self.rows.items()}
+        summary = {name: dict(row) for name, row in self.rows.items()}
         measured = [name for name, trials in self.runs.items() if trials]
         for name in measured:
-            told[name] |= self._summary(name)
-        self._compare(told, measured)
-        return told
+            summary[name] |= self._summary(name)
+        self._compare(summary, measured)
+        return summary
 
     def _attempt(self, name: str, what: Callable[[str], None]) -> None:
         """Do it unless the time is up, and write an error into the row. After its warm-up a contender gets one trial in

@@ -116,7 +116,7 @@ def title_of(settings: dict, target) -> str:
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
     out, suite = Path(settings["out"]), settings["suite"]
-    if out.parent == Path("runs"):  # where commands write unless they are told otherwise
+    if out.parent == Path("runs"):  # the default folder of all commands
         out.parent.mkdir(exist_ok=True)
     check_writable(out)
     configurations = read_configurations(settings["configurations"], suite["configurations"])

@@ -68,7 +68,7 @@ def bandwidth(device: torch.device, size: int | None = None) -> float:
 
 
 def read_bytes(target, context: float, *, packed: bool = True) -> float:
-    """Bytes that plain decoding of one row must read for the token behind `context` tokens.
+    """Bytes that plain decoding of one row must read for the token after `context` tokens.
 
     These are all weights, the embedding only where it is the head too, and the keys and values that the layers see.
     packed: count weights as this engine reads them after packing (`specdec.ops.linear`), not as they are held."""

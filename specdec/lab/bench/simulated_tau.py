@@ -2,7 +2,7 @@
 
 Random weights cost what trained weights of the same shapes cost, but nothing that they draft is accepted.
 `SimulatedTau` lets such a pair decode as if a given number of tokens were accepted. The times are real, and the text is
-void. Whoever shows a number that came from it must write SIMULATED beside it.
+void. Mark every number that comes from it as SIMULATED.
 """
 
 from dataclasses import dataclass, field

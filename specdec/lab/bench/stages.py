@@ -150,8 +150,8 @@ def packer(folder: Path, path: Path) -> Callable[[], None]:
     is whole at any moment."""
     packed: list[tuple] = []
 
-    def fill(aside: Path) -> None:
-        with tarfile.open(aside, "w:gz") as archive:
+    def fill(staging: Path) -> None:
+        with tarfile.open(staging, "w:gz") as archive:
             for name, *_ in packed:
                 content = (folder / name).read_bytes()
                 if name.endswith(".log"):

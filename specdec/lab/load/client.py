@@ -96,8 +96,8 @@ async def ask(client, asked: Asked, prompt: str) -> Answer:
     try:
         async with client.stream("POST", path, json=asked.body(prompt)) as response:
             if response.status_code != 200:
-                told = (await response.aread()).decode(errors="replace")
-                answer.wrong = f"status {response.status_code}: {told[:200]}"
+                reply = (await response.aread()).decode(errors="replace")
+                answer.wrong = f"status {response.status_code}: {reply[:200]}"
                 return answer
             async for line in response.aiter_lines():  # comments are skipped
                 if line.startswith("data:"):

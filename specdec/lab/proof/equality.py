@@ -30,7 +30,7 @@ class Mismatch:
     position: int  # in the new text
     plain: int | str  # token ids, or a server's names for them
     speculative: int | str
-    margin: float  # between the two tokens' scores, in a finer dtype; infinite: it cannot be told
+    margin: float  # between the two tokens' scores, in a finer dtype; infinite if unknown
     error: float  # the largest rounding error of the target's scores there: |score - score in the finer dtype|
     leading: bool  # are these two the tokens of the largest scores?
 
@@ -134,7 +134,7 @@ class EqualityProver:
             return torch.zeros(self.target.vocab, device=self.target.device)
         hashes = hashes_of(torch.arange(self.target.vocab, device=self.target.device))
         last = torch.tensor([position - 1], device=hashes.device)
-        return Noise([(self.seed, number)], hashes).behind(last).whole[0, 0]
+        return Noise([(self.seed, number)], hashes).after(last).whole[0, 0]
 
     def _edge(self, logits: Tensor, noise: Tensor, pair: set[int]) -> bool:
         """Does it depend on the rounding of a filter's edge which of the two is drawn?"""

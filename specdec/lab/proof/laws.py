@@ -77,7 +77,7 @@ def three_tokens(
     target, drafter = table_logits()[0], TableDrafter(table_logits()[1])
     rows = Noise([(seed, row) for row in range(draws)], hashes_of(torch.arange(VOCAB)))
     root = torch.zeros(draws, dtype=torch.int64)
-    noise, later = rows.behind(root, policy.steps + 1), rows.behind(root + policy.steps + 1, 3)
+    noise, later = rows.after(root, policy.steps + 1), rows.after(root + policy.steps + 1, 3)
     children = children_of(kind_for(verifier, policy), sampling, noise)
     tree = policy.grow(drafter, root, drafter.state(root[:, None]), children)
     verdict = verifier(tree, target[tree.tokens], sampling, noise)

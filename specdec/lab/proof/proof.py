@@ -183,7 +183,7 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
             "What rejected drafts leave in the target's caches",
             ["rows", "cases", "other states", "other logits", "by rounding", "not the plain text's", "largest"],
             rollback,
-            "The same tokens are accepted behind different rejected drafts: what is kept, and the next logits, must be "
+            "The same tokens are accepted after different rejected drafts: the caches, and the next logits, must be "
             "the same bits. By rounding: experts, which compute tokens together. Largest: difference of a logit from "
             "the plain text's, as a share of their range.",
         ),
@@ -215,8 +215,8 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
     ]
 
 
-def markdown(proof: Proof, told: str) -> str:
-    lines = ["# Is it lossless?", "", f"**{verdict_line(proof)}**", "", told, ""]
+def markdown(proof: Proof, conditions: str) -> str:
+    lines = ["# Is it lossless?", "", f"**{verdict_line(proof)}**", "", conditions, ""]
     for title, columns, rows, note in sections(proof):
         cells = [columns, ["---"] * len(columns), *rows]
         lines += [f"## {title}", "", *(f"| {' | '.join(row)} |" for row in cells), "", note, ""]

@@ -4,7 +4,7 @@ It tests texts, greedy and sampled, against plain decoding, token for token; the
 sampled texts against the target's own distributions. It ends with 1 if a test failed, and with --self-test if none did.
 
     specdec prove --server URL --target T                     is a server that speculates lossless?
-    specdec prove --server URL --plain-server URL --target T  beside one that does not
+    specdec prove --server URL --plain-server URL --target T  compared with a server that does not speculate
 """
 
 import argparse
@@ -98,8 +98,8 @@ def main(argv: list[str] | None = None) -> None:
     proof = prove(target, drafters, prompts, **how)
     if args.out is not None:
         model = f"Target {called(target.name)}, {str(target.dtype).removeprefix('torch.')}"
-        told = f"{model}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
-        write_text(args.out, markdown(proof, told))
+        conditions = f"{model}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
+        write_text(args.out, markdown(proof, conditions))
     if args.json:
         print(json.dumps(as_json(proof)))
     else:

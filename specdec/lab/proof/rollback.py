@@ -1,16 +1,17 @@
-"""Does anything of a rejected draft stay behind in a target's caches?
+"""Test that a rejected draft leaves nothing in a target's caches.
 
 Attention forgets a rejected token when its slot is overwritten. A recurrent or a convolution state does not, and a
 framework that only cuts keys and values back decodes on from a text that was never accepted. Texts show that late or
-not at all, as logits change by little. So caches are looked at directly.
+not at all, as logits change by little. So this test compares the caches themselves.
 
-The same tokens are accepted twice, behind different rejected drafts. Whatever the target keeps must then be the same
-bits, and so must the logits that follow: both runs make the same operations in the same order. That finds all that
-stays of a rejected draft. What is lost of accepted tokens it does not find, so the logits are also held against those
-of the plain text, in which rounding may differ.
+The same tokens are accepted twice, after different rejected drafts. The target's caches must then be the same bits, and
+so must the logits that follow: both runs make the same operations in the same order. That finds everything that a
+rejected draft leaves. It does not find lost state of accepted tokens, so the logits are also compared with those of the
+plain text, in which rounding may differ.
 
 One kind of target needs an exception: experts compute a token together with all others that chose them, so the last
-bits of an accepted token may depend on the drafts beside it. Of such targets differences of `ROUNDING` are told apart.
+bits of an accepted token may depend on the drafts in the batch. For such targets, differences up to `ROUNDING` are
+counted separately.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ class RollbackProof:
 
 @dataclass(frozen=True)
 class Script:
-    """Rounds of some rows: in each, the nodes of a chain, and how many of them are kept."""
+    """Rounds of some rows: in each, the nodes of a chain, and how many of them are committed."""
 
     prompts: list[list[int]]
     rounds: list[tuple[Tensor, Tensor]]  # nodes [B,N] with the root first, and n [B] of them to keep
@@ -91,7 +92,7 @@ def play(target, acts: Script) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
     tokens = torch.tensor([[*p] + [0] * (longest - len(p)) for p in acts.prompts], device=device)
     target(tokens, cache, last=lens.to(device) - 1, prefill=True)
     cache.advance(lens.to(device), longest)
-    bound, kept, logits = longest, [], []
+    bound, committed_states, logits = longest, [], []
     for nodes, n in [*acts.rounds, (torch.zeros(rows, 1, dtype=torch.int64), torch.ones(rows, dtype=torch.int64))]:
         count = nodes.shape[1]
         chain = torch.ones(count, count, dtype=torch.bool, device=device).tril().expand(rows, -1, -1)
@@ -99,9 +100,9 @@ def play(target, acts: Script) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
         found, _ = target(nodes.to(device), cache, depth=depth, ancestors=chain)
         bound += count
         cache.commit(depth * (depth < n.to(device)[:, None]), n.to(device), bound)
-        kept.append([[part.clone() for part in cache.committed(row)] for row in range(rows)])
+        committed_states.append([[part.clone() for part in cache.committed(row)] for row in range(rows)])
         logits.append(found[:, 0])
-    return kept, logits
+    return committed_states, logits
 
 
 def prove_rollback(
@@ -128,8 +129,8 @@ def _judge(target, acts: Script, runs, row: int, proof: RollbackProof) -> None:
     """Add what became of a row to the proof."""
     (states, logits), (other_states, other_logits) = runs
     proof.cases += 1
-    kept = [zip(x[row], y[row], strict=True) for x, y in zip(states, other_states, strict=True)]
-    in_states = max((_apart(a, b) for pairs in kept for a, b in pairs), default=0.0)
+    committed_states = [zip(x[row], y[row], strict=True) for x, y in zip(states, other_states, strict=True)]
+    in_states = max((_apart(a, b) for pairs in committed_states for a, b in pairs), default=0.0)
     in_logits = max(_apart(a[row], b[row]) for a, b in zip(logits, other_logits, strict=True))
     allowed = ROUNDING * torch.finfo(target.dtype).eps if target.experts else 0.0
     proof.states += in_states > allowed

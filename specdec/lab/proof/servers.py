@@ -1,4 +1,4 @@
-"""Is a server's speculative text its target's own? Greedy texts of a server behind OpenAI's interface are compared.
+"""Compare the greedy texts of a speculating server with OpenAI's interface against the target's own texts.
 
 The reference is this engine with the same weights, or a second server that decodes the same weights plainly. Texts may
 differ without a fault where two tokens are so near each other that rounding decides between them. So the first token
@@ -26,14 +26,14 @@ class ServerProof(ComparedTexts):
 
     server: str  # name and version
     reference: str
-    drift: float | None = None  # the largest difference of a log-probability along equal text; None: nobody told them
+    drift: float | None = None  # largest difference of a log-probability along equal text; None: none were returned
 
     def verdict(self) -> str:
-        told = f"{self.same} of {self.texts} texts equal ({self.tokens} tokens)"
+        summary = f"{self.same} of {self.texts} texts equal ({self.tokens} tokens)"
         ties = f"; {self.ties} differ at a numerical tie" if self.ties else ""
         if self.bugs:
-            return f"NOT LOSSLESS: {told}{ties}; {self.bugs} differ for no numerical reason."
-        return f"No bug found: {told}{ties}."
+            return f"NOT LOSSLESS: {summary}{ties}; {self.bugs} differ for no numerical reason."
+        return f"No bug found: {summary}{ties}."
 
 
 def against_engine(server: Remote, target: Target, prompts: list[list[int]], new: int, at_once: int = 4) -> ServerProof:
@@ -107,7 +107,7 @@ def _note_drift(proof: ServerProof, answer: Completion, tokens: list, logprobs: 
 
 @torch.inference_mode()
 def _logprobs(target: Target, prompt: list[int], tokens: list[int]) -> list[float]:
-    """Of the tokens behind a prompt, under the target's softmax."""
+    """Log-probabilities of the tokens after a prompt, under the target's softmax."""
     ids = torch.tensor([prompt + tokens], device=target.device)
     logits = target(ids, None)[0][0, len(prompt) - 1 : -1].float()
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0].tolist()
@@ -128,13 +128,13 @@ def _who(server: Remote) -> str:
 
 def page(proof: ServerProof) -> str:
     """The proof as Markdown."""
-    drift = "not told" if proof.drift is None else f"{proof.drift:.1e}"
-    told = {
+    drift = "no log-probabilities" if proof.drift is None else f"{proof.drift:.1e}"
+    summary = {
         "server": proof.server,
         "reference": proof.reference,
         "largest difference of a log-probability along equal text": drift,
     }
-    items = "\n".join(f"- {name}: {value}" for name, value in told.items())
+    items = "\n".join(f"- {name}: {value}" for name, value in summary.items())
     wrong = "".join(f"- {mismatch}\n" for mismatch in proof.mismatches)
     return f"# Is the server lossless?\n\n**{proof.verdict()}**\n\n{items}\n\n{wrong}"
 
@@ -148,6 +148,6 @@ def print_page(proof: ServerProof) -> None:
 
 
 def as_json(proof: ServerProof) -> dict:
-    told, counts = asdict(proof), {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
-    del told["mismatches"]
-    return told | counts | {"differences": [asdict(m) | {"tie": m.tie} for m in proof.mismatches]}
+    summary, counts = asdict(proof), {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
+    del summary["mismatches"]
+    return summary | counts | {"differences": [asdict(m) | {"tie": m.tie} for m in proof.mismatches]}

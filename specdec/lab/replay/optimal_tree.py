@@ -18,7 +18,7 @@ from specdec.cli.files import check_writable, write_text
 from specdec.cli.flags import command_parser
 from specdec.lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
 from specdec.structs import Sampling
-from specdec.trees.optimal import KEPT, expected_tau, optimal_paths
+from specdec.trees.optimal import TEMPERATURES, expected_tau, optimal_paths
 from specdec.trees.record import answers_to, record
 
 
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"topk is {args.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
     prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
     about = f"{len(prompts)} prompts of {args.prompt_file.name}, {args.max_new_tokens} tokens"
-    temperatures = sorted({args.temperature, *(KEPT if args.keep else ())})
+    temperatures = sorted({args.temperature, *(TEMPERATURES if args.keep else ())})
     found = {}
     for t in temperatures:
         answers = answers_to(target, prompts, Sampling(t), max_new_tokens=args.max_new_tokens, seed=args.seed)

@@ -58,7 +58,7 @@ def load_benchmark(
     """Read a benchmark; path, split, subset and streaming as `specdec.training.data.read_records` takes them.
 
     form: a format string over a record's fields, such as "{instruction} {input}", that makes a question of records
-    that hold none. category: of records that name none. turns: the most turns that are kept of a question. bad: a
+    that hold none. category: of records that name none. turns: the most turns of a question. bad: a
     record that cannot be used is an 'error', or it is left out and counted ('skip'). limit: how many questions to take;
     pick: take them 'spread' evenly over the set, or the 'first'.
 
@@ -219,8 +219,8 @@ def converse(
     """Hold every conversation: a turn's prompt holds the turns before it with the target's own answers.
 
     `batch_size` questions are decoded together, turn by turn. A conversation ends early where its next prompt and
-    max_new_tokens do not fit into the target's context. name: told before each call of the engine which questions it
-    decodes (`Recorder.name`). Conversation number i has the seed (seed, i). progress: called after each batch.
+    max_new_tokens do not fit into the target's context. name: called with the questions before each call of the engine
+    (`Recorder.name`). Conversation number i has the seed (seed, i). progress: called after each batch.
 
     Returns the engine's results in order, and the number of turns that were left out.
     """

@@ -78,7 +78,7 @@ class Tally:
 
     @property
     def rate(self) -> float:
-        """Tokens/s behind the first token of each text."""
+        """Tokens per second after the first token of each text."""
         return _rates(self.counts.sum(0)).item()
 
 

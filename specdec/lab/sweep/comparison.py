@@ -51,8 +51,8 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Which drafter is fastest, whether it pays, what is not told apart from it, and whether the texts are the
-        target's. Intervals are of 95 %, over prompts; what lies within one is not called faster or slower."""
+        """Say which drafter is fastest, whether it pays, which others are not significantly slower, and whether texts
+        are the target's. Intervals are of 95 %, over prompts; a ratio whose interval holds 1 is no difference."""
         best = max(self.scores, key=lambda s: s.ratio_to_plain)
         large = any(s.num_draft_tokens > SMALL for s in self.scores)
         remedy = f"{SMALLER + ' ' if large else ''}`specdec tune` finds what is fastest here."
@@ -69,7 +69,7 @@ class Comparison:
             said = [f"No drafter is shown to pay: {best.name} came out {times}{known}. Give more prompts. {remedy}"]
         even = [s.name for s in self.scores if s is not best and known and self._even(best, s)]
         if even:
-            said.append(f"Not told apart from it: {', '.join(even)}.")
+            said.append(f"No significant difference from it: {', '.join(even)}.")
         few = [f"{best.prompts} prompts are few, and the intervals rough."] if known and best.prompts < FEW else []
         return " ".join([*said, *self._texts(), *few])
 

@@ -99,7 +99,7 @@ def _ms(timing: dict) -> float:
 
 
 def pareto(points: list[tuple[float, float, dict]]) -> list[tuple[float, float, dict]]:
-    """Of points (cost, gain, what) those beside which no other costs as little and gains more, by rising cost."""
+    """Return the points (cost, gain, what) for which no other point costs as little and gains more, by rising cost."""
     front: list[tuple[float, float, dict]] = []
     for point in sorted(points, key=lambda p: (p[0], -p[1])):
         if not front or point[1] > front[-1][1]:
@@ -175,14 +175,14 @@ def diagnostics(points: Results) -> Figure | None:
     """Calibration, entropy, norms of hidden states, and context, of each drafter's point with the greatest tau."""
     figure, axes = subplots(2, 2, figsize=(WIDTH, 6.4))
     for r, looks in _chosen(points):
-        told = r["diagnostics"]
+        measured = r["diagnostics"]
         axes[0, 0].plot([], [], **looks)
         del looks["label"]
-        _sized(axes[0, 0], told["calibration"]["bins"], "draft", "-", looks)
+        _sized(axes[0, 0], measured["calibration"]["bins"], "draft", "-", looks)
         for which, line in (("target", "-"), ("draft", ":")):
-            _sized(axes[0, 1], told.get("entropy", {}).get(which, []), "entropy", line, looks)
-        _norms(axes[1, 0], told.get("norms", []), looks)
-        bins = told["context"]
+            _sized(axes[0, 1], measured.get("entropy", {}).get(which, []), "entropy", line, looks)
+        _norms(axes[1, 0], measured.get("norms", []), looks)
+        bins = measured["context"]
         axes[1, 1].errorbar(
             [f"{b['from']}–{b['to'] - 1}" if b["to"] else f"{b['from']}–" for b in bins],
             [b["value"] for b in bins], error_bars(bins), capsize=2, **looks,

@@ -15,7 +15,7 @@ class DrawnNode:
     """What is drawn of a node."""
 
     text: str
-    number: str = ""  # a short one, behind the text
+    number: str = ""  # a short one, after the text
     accepted: bool = False  # it stands on the accepted path
     bonus: bool = False  # it was not drafted: the target added it
     weight: float = 0.0  # 0..1, how much the box is filled

@@ -34,10 +34,10 @@ def title_of(group: list[dict]) -> str:
 def conditions_of(group: list[dict]) -> str:
     names, s = group[0]["names"], group[0]["settings"]
     sampling = Sampling(**s["sampling"])  # what older results do not have was off
-    told = [name for name in FILTERS if not sampling.active.isdisjoint(FILTERS)]  # all, if one is on
-    told += [name for name in PENALTIES if name in sampling.active]
+    shown = [name for name in FILTERS if not sampling.active.isdisjoint(FILTERS)]  # all, if one is on
+    shown += [name for name in PENALTIES if name in sampling.active]
     words = [f"{names['questions']} questions", f"{s['max_new_tokens']} new tokens a turn"]
-    words += [f"{name} {getattr(sampling, name):g}" for name in told]
+    words += [f"{name} {getattr(sampling, name):g}" for name in shown]
     words += [f"batch size {s['batch_size']}", s["dtype"], s["device"], "raw prompts" if s["raw"] else "chat template"]
     if (precision := s.get("matmul_precision", "highest")) != "highest":
         words.append(f"products of {precision} precision")

@@ -68,8 +68,8 @@ class SweepPoint:
     key: str = field(init=False)  # of kind and settings
 
     def __post_init__(self) -> None:
-        told = json.dumps({"kind": self.kind} | self.settings, sort_keys=True)
-        self.key = hashlib.sha256(told.encode()).hexdigest()[:16]
+        described = json.dumps({"kind": self.kind} | self.settings, sort_keys=True)
+        self.key = hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def tree_settings(tree: str) -> dict[str, int | bool | None]:

@@ -93,18 +93,18 @@ def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict
         arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
         if (made := svg_and_png(make, *arguments)) is not None:
             file = output_folder(out / FIGURES) / f"{number}-{name}.png"
-            write_whole(file, lambda aside, png=made[1]: aside.write_bytes(png))
+            write_whole(file, lambda staging, png=made[1]: staging.write_bytes(png))
             drawn.append({"title": title, "svg": Markup(made[0]), "caption": caption})
     return drawn
 
 
 def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:
     machines = [t["machine"] for t in timings.values() if "machine" in t]
-    told = [f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in machines]
+    lines = [f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in machines]
     versions = [f"torch {m['torch']}, Python {m['python']}" for m in machines]
     skipped = sum("skipped" in r for r in results)
     return [
-        ("machine", "; ".join(dict.fromkeys(told))),
+        ("machine", "; ".join(dict.fromkeys(lines))),
         ("versions", f"specdec {__version__}, " + "; ".join(dict.fromkeys(versions))),
         ("command", command),
         ("points", f"{len(results) - skipped} measured; combinations that do not fit: {skipped}"),

@@ -37,11 +37,11 @@ def done(out: Path, point: SweepPoint) -> bool:
 def write_point(out: Path, point: SweepPoint, found: dict, took: dict, recorder: Recorder | None = None) -> None:
     head = {"kind": point.kind, "key": point.key, "names": point.names, "settings": point.settings}
 
-    def fill(aside: Path) -> None:
+    def fill(staging: Path) -> None:
         if recorder is not None:
-            write_trace(recorder.trace, aside / TRACE)
-        (aside / TIMES).write_text(json.dumps({"key": point.key} | took) + "\n", encoding="utf-8")
-        (aside / RESULT).write_text(json.dumps(head | found) + "\n", encoding="utf-8")
+            write_trace(recorder.trace, staging / TRACE)
+        (staging / TIMES).write_text(json.dumps({"key": point.key} | took) + "\n", encoding="utf-8")
+        (staging / RESULT).write_text(json.dumps(head | found) + "\n", encoding="utf-8")
 
     replace_folder(point_folder(out, point.key), fill, POINT, "a sweep's point")
 
@@ -136,8 +136,8 @@ def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
 
 
 def tree_name(r: dict) -> str:
-    """topk/steps/num_draft_tokens of a dynamic tree, the same behind 'block' of one over a block, or 'chain' and its
-    steps."""
+    """Return topk/steps/num_draft_tokens of a dynamic tree, the same after 'block' for a tree over a block, or 'chain'
+    and its steps."""
     tree = r["settings"]["tree"]
     if tree["topk"] == 1:
         return f"chain {tree['steps']}"

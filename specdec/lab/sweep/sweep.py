@@ -1,7 +1,7 @@
 """A sweep: every drafter with every tree on one benchmark.
 
-Each point is one recorded run, kept under a key of all that it depends on (`points`, `store`). So a sweep that was
-interrupted goes on, and what has been measured is not measured again.
+Each point is one recorded run, stored under a key of all that it depends on (`points`, `store`). So an interrupted
+sweep continues where it stopped, and no point is measured twice.
 """
 
 import hashlib
@@ -94,9 +94,9 @@ class Sweep:
             mine = self.common | {"draft": draft.identity()}
             names = self.names | {"draft": draft.name}
             for tree in trees:
-                told = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
-                settings = mine | {"tree": told, "probe": self.probe}
-                called = names | ({"draft": f"{draft.name}, over the block"} if "block" in told else {})
+                described = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
+                settings = mine | {"tree": described, "probe": self.probe}
+                called = names | ({"draft": f"{draft.name}, over the block"} if "block" in described else {})
                 found.append(SweepPoint("decode", draft, tree, settings, called | {"lossless": self.verifier.lossless}))
             if best_tree is not None:
                 found.append(SweepPoint("best_tree", draft, None, mine | {"best_tree": best_tree}, names))
@@ -106,7 +106,8 @@ class Sweep:
     def run(
         self, points: list[SweepPoint], progress: Callable[[SweepPoint, str], None] = lambda point, what: None
     ) -> None:
-        """Measure what is not there yet. progress: told of every point 'reused', 'skipped: why' or 'measured'.
+        """Measure the points that are missing. progress: called with every point and 'reused', 'skipped: why' or
+        'measured'.
 
         A tree that cannot be, or that the drafter cannot draft, is no error: the point's result says that it was
         skipped, and why."""
@@ -135,9 +136,9 @@ class Sweep:
             return Engine(self.target)
         if point.kind == "best_tree":
             return Engine(self.target, drafter, Chain(1))
-        told = point.settings["tree"]
-        numbers = told["topk"], told["steps"], told["num_draft_tokens"]
-        tree = parse_tree(point.tree) if "block" in told else make_tree(*numbers, sample_draft=self.sample_draft)
+        described = point.settings["tree"]
+        numbers = described["topk"], described["steps"], described["num_draft_tokens"]
+        tree = parse_tree(point.tree) if "block" in described else make_tree(*numbers, sample_draft=self.sample_draft)
         return Engine(self.target, drafter, tree, self.verifier)
 
     def _decode(self, token: int) -> str:
@@ -157,8 +158,8 @@ class Sweep:
         questions = self.benchmark.questions
         warm = {"max_new_tokens": min(8, self.max_new_tokens), "batch_size": self.batch_size, "observer": Recorder()}
         self._converse(engine, questions[: self.batch_size], **warm)  # the same rounds as will be measured
-        told = describe(self.target, engine.drafter, engine.policy, engine.verifier)
-        recorder = Recorder({"names": point.names, "settings": point.settings} | told)
+        described = describe(self.target, engine.drafter, engine.policy, engine.verifier)
+        recorder = Recorder({"names": point.names, "settings": point.settings} | described)
         how = {"batch_size": self.batch_size, "name": recorder.name, "observer": recorder}
         results, left_out = self._converse(engine, questions, **how)
         rows = recorder.trace.rows

@@ -88,8 +88,8 @@ def examples(rows: Rows, decode: Callable[[int], str]) -> list[dict]:
     that accepted the median number, and the first that accepted none.
 
     Returns [{"question", "context", "tokens", "parents", "draft", "target", "path", "bonus"}]. draft and target hold
-    each token's probability given its parent, under the drafter (None if the policy does not tell) and under the
-    target. bonus is the text of the token behind the path, None if the text ended before."""
+    each token's probability given its parent, under the drafter (None if the policy does not give it) and under the
+    target. bonus is the text of the token after the path, None if the text ended before."""
     found = [(row, r) for row in rows for r in row.rounds if r.drafted]
     counts = sorted(r.accepted for _, r in found)
     wanted = list(dict.fromkeys((counts[-1], counts[len(counts) // 2], 0))) if counts else []
@@ -153,7 +153,7 @@ class Probe(WrappedDrafter):
         parents = set(report.tree.parents[0, 1:].tolist())
         entropy = _entropy(report.logits[0, path]).tolist()
         for place, node in enumerate(path):
-            if node in parents:  # else nothing was drafted behind it
+            if node in parents:  # else it has no drafted children
                 self.target.append((entropy[place], place + 1 < len(path)))
         if 0 in parents:
             self.draft.append((self._root, len(path) > 1))

@@ -47,7 +47,7 @@ def tau_macro(rows: Rows) -> float:
 
 @metric
 def eagle_tau(rows: Rows) -> float:
-    """sum(a + 1) / rounds over all rows; what lies behind the end of the text counts.
+    """sum(a + 1) / rounds over all rows; tokens after the end of the text count.
 
     EAGLE's average acceptance length (SafeAILab/EAGLE: `new_token / (idx + 1)`, idx the loop's 0-based counter),
     Spec-Bench's #Mean accepted tokens (hemingkx/Spec-Bench `evaluation/speed.py`: the mean of all rounds'
@@ -64,7 +64,8 @@ def hass_tau(rows: Rows) -> float:
 
 @metric
 def vllm_mean_acceptance_length(rows: Rows) -> float:
-    """1 + sum(a) / drafts, where a draft is a round in which something was drafted; behind the end of the text counts.
+    """1 + sum(a) / drafts, where a draft is a round in which something was drafted; tokens after the end of the text
+    count.
 
     vLLM, `vllm/v1/spec_decode/metrics.py`."""
     drafts = sum(row.drafting.rounds for row in rows)

@@ -32,7 +32,7 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     norm_offset: bool = False  # norms store their weight less 1
-    sandwich_norms: bool = False  # norms behind attention and MLP as well
+    sandwich_norms: bool = False  # norms after attention and MLP too
     activation: str = "silu"  # one of ops.gated.ACTIVATIONS
     attention_scale: float | None = None  # factor of q times k; None: head_dim ** -0.5
     embed_scale: float | None = None  # factor of the embeddings; None: 1

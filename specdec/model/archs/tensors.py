@@ -15,9 +15,9 @@ def set_aside(name: str, config: dict) -> bool:
     """Does a tensor without a place in the target belong to a part that is known not to be of the target?
 
     Such parts are heads for multi-token prediction, which drafters read: `model.mtp_layers.*` (MiMo), `mtp.*` (Qwen),
-    and as many layers behind the last as the config announces (DeepSeek, GLM). Others are the frequencies that old
-    Llama files store, and what the family itself sets aside. The family may be one that is not native. Of a model that
-    wraps another it is all that is not the inner one's.
+    and the layers after the last that the config announces (DeepSeek, GLM). Others are the frequencies that old
+    Llama files store, and what the family itself ignores. The family may be one that is not native. Of a model that
+    wraps another one, all tensors that are not the inner model's belong to such a part.
     """
     if is_wrapped(config) and config["model_type"] not in FAMILIES:
         if not is_text(name):

@@ -1,8 +1,8 @@
 """A draw from the filtered distribution of each row of logits, without sorting the vocabulary.
 
     p = softmax(x / temperature) of the logits x;  a token survives if x >= t, the largest of
-    t_k = the top_k-th largest x                                                          top-k, ties kept
-    t_p = the largest t with sum_{x >= t} p >= top_p * sum_{x >= t_k} p                   top-p, ties kept
+    t_k = the top_k-th largest x                                                          top-k, with ties
+    t_p = the largest t with sum_{x >= t} p >= top_p * sum_{x >= t_k} p                   top-p, with ties
     t_m = max x + temperature * log min_p                                                 min-p
     token = argmax over the survivors of x / temperature - log e                        an exponential race
 
@@ -118,7 +118,7 @@ def _race(x, survives, inverse, a, b, token, best, winner, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _scan(logits, lanes, peaks, masses, stride, vocab, size, inverse, KEPT: tl.constexpr, WIDTH: tl.constexpr):
+def _scan(logits, lanes, peaks, masses, stride, vocab, size, inverse, TOP: tl.constexpr, WIDTH: tl.constexpr):
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     highest = tl.full([WIDTH], -float("inf"), tl.float32)
     total = tl.zeros([WIDTH], tl.float32)
@@ -131,7 +131,7 @@ def _scan(logits, lanes, peaks, masses, stride, vocab, size, inverse, KEPT: tl.c
     peak, place = tl.max(highest, 0), row * tl.num_programs(1) + part
     tl.store(peaks + place, peak)
     tl.store(masses + place, tl.sum(total * tl.exp((highest - _finite(peak)) * inverse), 0))
-    tl.store(lanes + place * KEPT + tl.arange(0, KEPT), tl.max(tl.reshape(highest, [KEPT, WIDTH // KEPT]), 1))
+    tl.store(lanes + place * TOP + tl.arange(0, TOP), tl.max(tl.reshape(highest, [TOP, WIDTH // TOP]), 1))
 
 
 @triton.jit
@@ -145,7 +145,7 @@ def _whole(peaks, masses, inverse, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["top_k"])
 def _list(
     logits, keys, lanes, peaks, masses, scores, ids, counts, least, stride, vocab, size, inverse, top_k, log_tail, gap,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PARTS: tl.constexpr, KEPT: tl.constexpr,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, PARTS: tl.constexpr, TOP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -157,8 +157,8 @@ def _list(
     if TOP_K or TOP_P:
         if not TOP_K:
             low = peak + (tl.log(mass) + log_tail) / inverse
-        elif top_k <= PARTS * KEPT:
-            low = _kth_largest(tl.load(lanes + row * PARTS * KEPT + tl.arange(0, PARTS * KEPT)), top_k, peak)
+        elif top_k <= PARTS * TOP:
+            low = _kth_largest(tl.load(lanes + row * PARTS * TOP + tl.arange(0, PARTS * TOP)), top_k, peak)
         at = row * vocab + part * size
         held = 0
         for first in range(0, size, WIDTH):
@@ -184,7 +184,7 @@ def _list(
 @triton.jit
 def _gather(scores, ids, counts, size, PARTS: tl.constexpr, WIDTH: tl.constexpr):
     """Move the lists of a row together, in place, and return how many tokens they hold. A tile is read before it is
-    written, and what is read later lies behind it."""
+    written, and later reads start after it."""
     held = tl.sum(tl.load(counts + tl.arange(0, PARTS)), 0)
     for first in range(0, held, WIDTH):
         place = first + tl.arange(0, WIDTH)
@@ -258,13 +258,13 @@ def launch(
         parts = part_count(rows, RESIDENT * processors(logits.device), vocab // LEAST_PART, MOST_PARTS)
     size = triton.cdiv(vocab, parts * 128) * 128 if parts > 1 else vocab  # what divides it tells that loads may be wide
     width = min(LANES, triton.next_power_of_2(size))
-    kept = min(LANES // parts, width)
+    top = min(LANES // parts, width)
 
     def empty(dtype: torch.dtype, *columns: int) -> Tensor:
         return torch.empty(rows, *columns, dtype=dtype, device=logits.device)
 
     keys = keys.contiguous()
-    peaks, masses, lanes = (empty(torch.float32, columns) for columns in (parts, parts, parts * kept))
+    peaks, masses, lanes = (empty(torch.float32, columns) for columns in (parts, parts, parts * top))
     listed = vocab if by_k or by_p else parts
     scores, ids, counts = empty(torch.float32, listed), empty(torch.int32, listed), empty(torch.int32, parts)
     tokens, least = empty(torch.int64), empty(torch.float32)
@@ -273,11 +273,11 @@ def launch(
     how = {"TOP_K": by_k, "TOP_P": by_p, "MIN_P": by_peak, "PARTS": parts, "WIDTH": min(TILE, width), "num_warps": 4}
     if by_k or by_p or by_peak:
         _scan[(rows, parts)](
-            logits, lanes, peaks, masses, logits.stride(0), vocab, size, inverse, KEPT=kept, WIDTH=width, num_warps=4
+            logits, lanes, peaks, masses, logits.stride(0), vocab, size, inverse, TOP=top, WIDTH=width, num_warps=4
         )
     _list[(rows, parts)](
         logits, keys, lanes, peaks, masses, scores, ids, counts, least, logits.stride(0), vocab, size, inverse, top_k,
-        log_tail, gap, KEPT=kept, **how,
+        log_tail, gap, TOP=top, **how,
     )  # fmt: skip
     _draw[(rows,)](
         keys, peaks, masses, scores, ids, counts, tokens, least, vocab, size, inverse, top_k, float(top_p), gap, **how

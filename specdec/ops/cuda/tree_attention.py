@@ -1,7 +1,7 @@
 """Attention of the nodes of a tree over the committed slots of a cache and over each other.
 
     out[b,i,h] = sum_s softmax_s(scale * q[b,i,h] . k[b,s]) v[b,s]    over the slots s that node i sees:
-    s < lens[b]                 committed; with a window only those fewer than `window` positions behind the node
+    s < lens[b]                 committed; with a window only those fewer than `window` positions before the node
     s = lens[b] + j             node j of the tree if it is an ancestor of i, or i itself
 
 Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length. The device

@@ -1,12 +1,12 @@
 """The tree of the best candidates of a dynamic tree, in one launch.
 
-Of M candidates in breadth-first order, parents before children, the N - 1 with the largest scores are kept, of equal
-ones the first. With the root as node 0 they are the nodes of the tree, in the same order.
+Of M candidates in breadth-first order, parents before children, it selects the N - 1 with the largest scores, the first
+ones among equal scores. With the root as node 0 they are the nodes of the tree, in the same order.
 
     depth[i] = depth[parents[i]] + 1        ancestors[i,j] = (j == i) or ancestors[parents[i],j]
 
 In torch: `specdec.trees.dynamic.best_tree`. A row of the batch is one program. It finds the (N-1)th largest score by
-bisection over the order of floats. Running counts of what is kept are the nodes' numbers. Then it walks up from all
+bisection over the order of floats. A running count of the selected ones numbers the nodes. Then it walks up from all
 nodes at once, as many steps as the tree is deep.
 """
 
@@ -51,20 +51,20 @@ def _tree_select(
     least = _threshold(rank, real, n - 1)
     above, equal = real & (rank > least), real & (rank == least)
     wanted = n - 1 - tl.sum(above.to(tl.int32), 0)
-    kept = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= wanted))
-    node = tl.cumsum(kept.to(tl.int32), 0)
-    tl.store(number + row * (candidates + 1) + 1 + place, node, mask=kept)
+    selected = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= wanted))
+    node = tl.cumsum(selected.to(tl.int32), 0)
+    tl.store(number + row * (candidates + 1) + 1 + place, node, mask=selected)
     out = row * n + node
-    tl.store(out_tokens + out, tl.load(tokens + at, mask=kept, other=0), mask=kept)
-    tl.store(logq + out, score, mask=kept)
+    tl.store(out_tokens + out, tl.load(tokens + at, mask=selected, other=0), mask=selected)
+    tl.store(logq + out, score, mask=selected)
     tl.store(out_tokens + row * n, tl.load(root + row))
     tl.store(out_parents + row * n, tl.zeros([], tl.int64))
     tl.store(logq + row * n, 0.0)
     tl.debug_barrier()  # from here on threads read what others wrote
-    parent = tl.load(parents + at, mask=kept, other=0)
-    inner = kept & (parent > 0)
+    parent = tl.load(parents + at, mask=selected, other=0)
+    inner = selected & (parent > 0)
     parent = tl.load(number + row * (candidates + 1) + parent, mask=inner, other=0)
-    tl.store(out_parents + out, parent.to(tl.int64), mask=kept)
+    tl.store(out_parents + out, parent.to(tl.int64), mask=selected)
     tl.debug_barrier()
     i = tl.arange(0, ROWS)
     for first in range(0, n, COLUMNS):

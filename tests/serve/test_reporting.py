@@ -19,26 +19,26 @@ from specdec.tuning.costs import Costs, Point
 from specdec.tuning.engines import kinds_of, make_policy
 
 
-@served(told={"acceptance": "detailed"})
-async def test_acceptance_is_told_as_vllm_does(server):
+@served(reporting={"acceptance": "detailed"})
+async def test_acceptance_is_reported_as_vllm_does(server):
     """What a response tells of its steps adds up to its usage and to /metrics."""
     body = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     whole = await server.post(CHAT, **body)
-    told = whole["metrics"]["speculative_decoding"]
+    reporting = whole["metrics"]["speculative_decoding"]
     counters = await server.counters()
-    steps, accepted, drafted = (told[f"num_{n}"] for n in ("spec_steps", "accepted_draft_tokens", "draft_tokens"))
-    assert (steps, drafted) == (len(told["per_step_accepted"]), sum(told["per_step_drafted"]))
-    assert told["per_step_drafted"] == [8] * steps
-    assert told["mean_acceptance_length"] == 1 + accepted / steps
-    assert told["draft_acceptance_rate"] == accepted / drafted
-    assert sum(j * n for j, n in enumerate(told["acceptance_histogram"])) == accepted
-    assert told["acceptance_histogram_by_draft_length"] == {"8": told["acceptance_histogram"]}
-    assert told["num_spec_tokens"] == 8
+    steps, accepted, drafted = (reporting[f"num_{n}"] for n in ("spec_steps", "accepted_draft_tokens", "draft_tokens"))
+    assert (steps, drafted) == (len(reporting["per_step_accepted"]), sum(reporting["per_step_drafted"]))
+    assert reporting["per_step_drafted"] == [8] * steps
+    assert reporting["mean_acceptance_length"] == 1 + accepted / steps
+    assert reporting["draft_acceptance_rate"] == accepted / drafted
+    assert sum(j * n for j, n in enumerate(reporting["acceptance_histogram"])) == accepted
+    assert reporting["acceptance_histogram_by_draft_length"] == {"8": reporting["acceptance_histogram"]}
+    assert reporting["num_spec_tokens"] == 8
     assert counters["vllm:spec_decode_num_drafts_total"] == steps
     assert counters["vllm:spec_decode_num_accepted_tokens_total"] == accepted > 0
     assert 1 + steps + accepted == whole["usage"]["completion_tokens"]
     events = await server.stream(CHAT, **body, stream_options={"include_usage": True})
-    assert events[-1]["metrics"]["speculative_decoding"] == told
+    assert events[-1]["metrics"]["speculative_decoding"] == reporting
     assert not any("metrics" in event for event in events[:-1])
     assert "metrics" not in await server.post(CHAT, **body, n=2)
 
@@ -58,7 +58,7 @@ def test_events_of_so_many_tokens(pair, interval):
         assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
         assert (await server.post(TEXT, **body))["choices"][0]["text"] == expected.text
 
-    serve(pair, use, told={"stream_interval": interval})
+    serve(pair, use, reporting={"stream_interval": interval})
 
 
 @served(max_seconds=50)
@@ -113,31 +113,31 @@ def test_an_adaptive_server_says_what_the_target_says(pair, name):
         for i, answer in enumerate(answers):
             assert answer["choices"][0]["text"] == solo(pair[0], f"{i}", 12 + i, seed=(i, 0), temperature=i % 2).text
         counters = await server.counters()
-        told = [answer["metrics"]["speculative_decoding"] for answer in answers]
+        reporting = [answer["metrics"]["speculative_decoding"] for answer in answers]
         for counter, field in (("drafts", "spec_steps"), ("draft_tokens", "draft_tokens")):
-            assert counters[f"vllm:spec_decode_num_{counter}_total"] == sum(t[f"num_{field}"] for t in told)
-        assert (sum(t["num_draft_tokens"] for t in told) == 0) == (name == "off")
+            assert counters[f"vllm:spec_decode_num_{counter}_total"] == sum(t[f"num_{field}"] for t in reporting)
+        assert (sum(t["num_draft_tokens"] for t in reporting) == 0) == (name == "off")
 
-    serve(pair, use, told={"acceptance": "summary"}, adaptive=policy)
+    serve(pair, use, reporting={"acceptance": "summary"}, adaptive=policy)
 
 
-@served(told={"acceptance": "detailed"})
+@served(reporting={"acceptance": "detailed"})
 async def test_none_fewer_levels_and_all_of_them_side_by_side(server):
     asked = [{"off": True}, {"steps": 0}, {"steps": 1}, {"steps": 3, "topk": 3}, {}, {"num_draft_tokens": 9}]
     body = {"messages": HELLO, "max_tokens": 40, "temperature": 0.8, "seed": 3, "ignore_eos": True}
     answers = await asyncio.gather(*(server.post(CHAT, **body, speculative=one) for one in asked))
     text = solo(server.target, HELLO, 40, seed=(3, 0), temperature=0.8, eos=frozenset()).text
-    told = [answer["metrics"]["speculative_decoding"] for answer in answers]
+    reporting = [answer["metrics"]["speculative_decoding"] for answer in answers]
     assert [answer["choices"][0]["message"]["content"] for answer in answers] == [text] * 6
-    assert [one["num_spec_steps"] for one in told[:2]] == [0, 0]
-    assert set(told[2]["per_step_drafted"]) <= {1, 2, 3}  # of the nine nodes those of the first level
-    assert set(told[2]["per_step_accepted"]) == {0, 1}
-    for one in told[3:]:
+    assert [one["num_spec_steps"] for one in reporting[:2]] == [0, 0]
+    assert set(reporting[2]["per_step_drafted"]) <= {1, 2, 3}  # of the nine nodes those of the first level
+    assert set(reporting[2]["per_step_accepted"]) == {0, 1}
+    for one in reporting[3:]:
         assert set(one["per_step_drafted"]) == {8}
         assert max(one["per_step_accepted"]) > 1
     counters = await server.counters()
-    assert counters["vllm:spec_decode_num_drafts_total"] == sum(one["num_spec_steps"] for one in told)
-    assert counters["vllm:spec_decode_num_draft_tokens_total"] == sum(one["num_draft_tokens"] for one in told)
+    assert counters["vllm:spec_decode_num_drafts_total"] == sum(one["num_spec_steps"] for one in reporting)
+    assert counters["vllm:spec_decode_num_draft_tokens_total"] == sum(one["num_draft_tokens"] for one in reporting)
 
 
 REFUSED = [
@@ -172,7 +172,7 @@ def chat(turns: int) -> list[dict]:
     return said[:-1]
 
 
-@served(prefixes=1 << 24, told={"prompt_details": True})
+@served(prefixes=1 << 24, reporting={"prompt_details": True})
 async def test_turns_are_read_once(server):
     before, cached = 0, []
     for turns in (1, 2, 3, 3):
@@ -186,28 +186,28 @@ async def test_turns_are_read_once(server):
         before = used["prompt_tokens"]
     assert cached[0] == 0
     assert cached[-1] == before - 1
-    told = await server.counters()
-    assert told["vllm:prefix_cache_hits_total"] == sum(cached)
-    assert told["vllm:prefix_cache_queries_total"] == told["vllm:prompt_tokens_total"]
+    reporting = await server.counters()
+    assert reporting["vllm:prefix_cache_hits_total"] == sum(cached)
+    assert reporting["vllm:prefix_cache_queries_total"] == reporting["vllm:prompt_tokens_total"]
 
 
-@served(prefixes=1 << 24, told={"prompt_details": True})
+@served(prefixes=1 << 24, reporting={"prompt_details": True})
 async def test_prompts_are_counted_once_for_all_their_texts(server):
     prompts = ["The quick brown fox jumps over the lazy dog. " * 3, "How many of them are there?"]
     longest = len(server.target.tokenizer(prompts[0])["input_ids"])
     for cached in (0, longest - 1):
         usage = (await server.post(TEXT, prompt=prompts, n=2, max_tokens=3, temperature=0))["usage"]
-        assert longest > 33 > usage["prompt_tokens"] - longest  # of tokens; the second prompt is too short to be kept
+        assert longest > 33 > usage["prompt_tokens"] - longest  # tokens: the second prompt is too short to be cached
         assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
 
 
 @served()
-async def test_nothing_is_kept_or_told_unless_it_is_asked_for(server):
+async def test_nothing_is_cached_or_reported_unless_it_is_asked_for(server):
     for _ in range(2):
         whole = await server.post(CHAT, messages=chat(2), max_tokens=3, temperature=0)
         assert "prompt_tokens_details" not in whole["usage"]
-    told = await server.counters()
-    assert told["vllm:prefix_cache_queries_total"] == told["vllm:prefix_cache_hits_total"] == 0
+    reporting = await server.counters()
+    assert reporting["vllm:prefix_cache_queries_total"] == reporting["vllm:prefix_cache_hits_total"] == 0
 
 
 PARTS = [{"role": "user", "content": [{"type": "text", "text": "What is 12 + 30?"}]}]
@@ -232,16 +232,16 @@ def vllm_reads(text: str) -> dict[str, int]:
     return found
 
 
-@served(told={"acceptance": "summary"})
+@served(reporting={"acceptance": "summary"})
 async def test_bodies_of_other_clients_and_the_fields_they_read(server):
     sums = Counter()
     for path, body in OTHERS:
         *_, last = await server.stream(path, **body)
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == 24 or path == TEXT
-        told = last["metrics"]["speculative_decoding"]
+        reporting = last["metrics"]["speculative_decoding"]
         fields = {"drafts": "spec_steps", "draft_tokens": "draft_tokens", "accepted_tokens": "accepted_draft_tokens"}
-        sums.update({name: told[f"num_{field}"] for name, field in fields.items()})
+        sums.update({name: reporting[f"num_{field}"] for name, field in fields.items()})
     counted = vllm_reads((await server.client.get("/metrics")).text)
     assert counted.pop("by_position") == counted["accepted_tokens"]
     assert counted == sums

@@ -4,6 +4,7 @@ import io
 import os
 import pkgutil
 import sysconfig
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from importlib import import_module
@@ -78,6 +79,13 @@ def _ours(name: str) -> bool:
         return str(getattr(pkgutil.resolve_name(name), "__module__", "")).startswith("specdec")
     except (ImportError, AttributeError, ValueError):
         return True
+
+
+def named(group: str, dotted: str) -> Callable:
+    """The class or function of a dotted name, or the user's own of FILE.py:NAME."""
+    mine = group in own.POINTS and (own.is_own(dotted) or "." not in dotted)
+    part = own.find(group, dotted) if mine else None
+    return pkgutil.resolve_name(dotted) if part is None else part
 
 
 def target(group: str, name: str) -> type:

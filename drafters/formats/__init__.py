@@ -251,7 +251,7 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
         return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
     if (drafter := ngram.from_name(str(path), target)) is not None:
         return drafter
-    if (drafter := _from_code(str(path), target)) is not None or own.is_own(str(path)):
+    if (drafter := _from_code(str(path), target)) is not None:
         return drafter
     folder = resolve(path)
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
@@ -263,11 +263,11 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
 
 
 def _from_code(path: str, target) -> Drafter | None:
-    """The drafter that the user's own code makes anew; None for a checkpoint, whose code is then known (`own.passed`)."""
+    """The drafter that the user's own code makes anew; None for a checkpoint."""
     code, checkpoint = own.split(path)
-    may = own.is_own(path) or (path.isidentifier() and not Path(path).exists())
-    part = own.find("drafter", code) if may else None
-    if part is None or checkpoint is not None:
+    fresh = checkpoint is None if own.is_own(path) else path.isidentifier() and not Path(path).exists()
+    part = own.find("drafter", code) if fresh else None
+    if part is None:
         return None
     with torch.random.fork_rng([]):
         torch.manual_seed(0)

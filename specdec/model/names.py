@@ -56,6 +56,8 @@ def resolve(path: str | os.PathLike) -> Path:
     code, checkpoint = own.split(str(path))
     if own.is_own(str(path)) and checkpoint is None:
         raise ValueError(f"{path} is code without a checkpoint: give {code}:CHECKPOINT")
+    if checkpoint is not None:
+        own.find("drafter", code)  # so that the checkpoint may be loaded with it
     name = checkpoint or str(path)
     if not name.strip():
         raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")

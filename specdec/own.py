@@ -29,7 +29,7 @@ POINTS = {
 }
 FORM = re.compile(r"(?P<file>[^\n]*?\.py)(?::(?P<name>\w*))?(?::(?P<checkpoint>.+))?")
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)  # defaults that a settings file can hold
-_passed: dict[str, Callable] = {}  # by `short`, what the user has named in this process
+_passed: dict[str, tuple[str, Callable]] = {}  # what the user has named in this process, by its `short` name
 
 
 def is_own(text: object) -> bool:
@@ -50,8 +50,13 @@ def short(text: str) -> str:
 
 
 def passed(name: str) -> Callable | None:
-    """The part of this `short` name if the user has named its file in this process, or an entry point of it."""
-    return _passed.get(name)
+    """The part of this `short` name if the user has named it in this process."""
+    return _passed.get(name, ("", None))[1]
+
+
+def as_passed(name: str) -> str:
+    """A `short` name as the user has written it in this process."""
+    return _passed.get(name, (name, None))[0]
 
 
 def points() -> set[str]:
@@ -76,7 +81,8 @@ def find(group: str, text: str) -> Callable | None:
         part = _of_file(found["file"], found["name"])
     if not callable(part):
         raise ValueError(f"{text} is a {type(part).__name__}: name a class or a function")
-    _passed[short(split(text)[0])] = part
+    code = split(text)[0]
+    _passed[short(code)] = code, part
     return part
 
 
@@ -89,7 +95,9 @@ def _of_file(file: str, name: str | None) -> Any:
     if name and hasattr(module, name):
         return getattr(module, name)
     known = get_close_matches(name or "", there) or there or ["no class and no function"]
-    raise ValueError(f"{file} {f'has no {name!r}' if name else 'needs a name after a colon'}; there is {', '.join(known)}")
+    raise ValueError(
+        f"{file} {f'has no {name!r}' if name else 'needs a name after a colon'}; there is {', '.join(known)}"
+    )
 
 
 @cache
@@ -113,7 +121,9 @@ def blamed(text: str, what: str) -> Iterator[None]:
         reason = " ".join(str(error).split()) or "no reason given"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         file = Path(split(text)[0].partition(":")[0]).name
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file]
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file
+        ]
         where = f" ({file} line {lines[-1]})" if lines else ""
         raise ValueError(f"{text}: {what} failed: {kind}{reason:.300}{where}") from error
 
@@ -155,7 +165,9 @@ def settings_of(text: str, part: Callable, *aside: str) -> dict[str, Any]:
         ValueError: An argument has no default, or one that no settings file can hold.
     """
     taken = inspect.signature(part).parameters.values()
-    named = [one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in aside]
+    named = [
+        one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in aside
+    ]
     for one in named:
         if not isinstance(one.default, PLAIN):
             raise ValueError(f"{text}: its argument {one.name} needs a default that is a number, a text or a list")

@@ -35,7 +35,7 @@ def rehearse(trainer: Trainer, drafter: str, objective: str, decodes: bool) -> N
         _learn(trainer)
     if drafter in mine:
         with tempfile.TemporaryDirectory() as folder, own.blamed(drafter, "saving and loading it"):
-            loaded = _save(trainer.drafter, trainer.target, Path(folder), drafter)
+            loaded = _save(trainer.drafter, trainer.target, Path(folder))
         if decodes:
             with own.blamed(drafter, "decoding with it"):
                 _decode(loaded, trainer.target)
@@ -52,9 +52,9 @@ def _learn(trainer: Trainer) -> None:
         raise ValueError("the loss depends on no parameter")
 
 
-def _save(drafter: Drafter, target: Target, folder: Path, code: str) -> Drafter:
+def _save(drafter: Drafter, target: Target, folder: Path) -> Drafter:
     save_drafter(drafter, folder / "draft", target)
-    loaded = load_drafter(f"{code}:{folder / 'draft'}" if own.is_own(code) else folder / "draft", target)
+    loaded = load_drafter(folder / "draft", target)
     there = loaded.state_dict()
     for name, value in drafter.state_dict().items():
         if name not in there or not torch.equal(there[name].float(), value.to(target.dtype).float()):

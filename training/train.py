@@ -21,7 +21,9 @@ from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
+from specdec.drafters.formats import family_of
 from specdec.drafters.formats.convert import SERVERS, without_a_form
+from specdec.drafters.formats.recipe import FAMILY
 from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
@@ -181,12 +183,12 @@ def run(config: DictConfig) -> None:
         sys.exit(trainer.signals.code)
 
 
-def draft_of(config: DictConfig) -> str:
+def draft_of(trainer: Trainer) -> str:
     """The drafter that a run leaves behind, as `--draft` takes it: with the user's own code, if it needs any."""
-    named, draft = config.drafter._target_, str(Path(config.out) / "draft")
-    if config.drafter.get("path") is not None:  # trained further
-        named = own.split(str(config.drafter.path))[0]
-    return f"{named}:{draft}" if own.is_own(named) else draft
+    draft, recipe = str(trainer.out / "draft"), trainer.drafter.recipe or {}
+    if family_of(trainer.drafter) is not FAMILY or not own.is_own(recipe.get("_target_")):
+        return draft
+    return f"{own.as_passed(recipe['_target_'])}:{draft}"
 
 
 def what_next(config: DictConfig, draft: str) -> str:
@@ -217,9 +219,9 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
     metrics = trainer.train()
     if processes.main:
         if trainer.step >= trainer.config.steps:
-            print(f"try it: specdec {what_next(config, draft_of(config))}")
+            print(f"try it: specdec {what_next(config, draft_of(trainer))}")
         report = {"step": trainer.step} | metrics
-        print(json.dumps(report | {"draft": draft_of(config), "seconds": round(trainer.seconds, 1)}))
+        print(json.dumps(report | {"draft": draft_of(trainer), "seconds": round(trainer.seconds, 1)}))
     return trainer
 
 

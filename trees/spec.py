@@ -128,8 +128,8 @@ class TreeSettings:
         "above temperature 0: likeliest, coupled or drawn (default: by the rule)", choices=KINDS, metavar="KIND"
     )
     tree: str | None = _option(
-        f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; a file with `paths`; your "
-        "own FILE.py:NAME",
+        f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; a file with `paths`; "
+        "your own FILE.py:NAME",
         metavar="TREE",
     )
 

@@ -43,6 +43,8 @@ def create(target, *, path: str | None = None, vocab: DraftVocab | None = None) 
     drafter = checkpoint.construct(target).float()
     ids, heads = drafter.vocab.ids, drafter.heads_in_use()
     rows = target.head.weight if ids is None else target.head.weight[ids.to(target.device)]
-    if heads and all(isinstance(h, nn.Linear) and h.bias is None and torch.equal(h.weight, rows.float()) for h in heads):
+    if heads and all(
+        isinstance(h, nn.Linear) and h.bias is None and torch.equal(h.weight, rows.float()) for h in heads
+    ):
         drafter.set_heads([SharedHead(target.head.weight, ids) for _ in heads])
     return drafter

@@ -92,15 +92,15 @@ def _creator(named: str, name: str) -> Callable:
         part = own.passed(named)
         if part is None:
             raise ValueError(
-                f"{name} was trained with {named}, and the code of a checkpoint is never run on its own: pass your copy "
-                f"of the file too, as {named}:{name}"
+                f"{name} was trained with {named}, and code that a checkpoint names is not run: pass your copy of the "
+                f"file too, as {named}:{own.split(name)[1] or name}"
             )
         return part
     if named.isidentifier() and (part := own.find("drafter", named)) is not None:
         return part
     raise ValueError(
-        f"{name}: the recipe's _target_ must be the function `create` of a file in drafters/, your own FILE.py:NAME, or "
-        f"a drafter of an installed package, got {named}"
+        f"{name}: the recipe's _target_ must be the function `create` of a file in drafters/, your own FILE.py:NAME or a "
+        f"drafter of an installed package, got {named}"
     )
 
 

@@ -80,6 +80,7 @@ __all__ = [
     "VERIFIERS",
     "BlockVerification",
     "MultiRoundRejection",
+    "Rule",
     "SampleAndMatch",
     "TwoThresholds",
     "TypicalAcceptance",

@@ -4,6 +4,7 @@ import io
 import os
 import pkgutil
 import sysconfig
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from importlib import import_module
@@ -14,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from specdec import own
 from specdec.cli.reading import check_yaml, read_text
 from specdec.schema import shown
 
@@ -29,7 +31,8 @@ def settings(group: str, name: str) -> dict:
     """What conf/GROUP/NAME.yaml holds. Raises ValueError, with the names that there are, for any other name."""
     known = names(group)
     if name not in known:
-        raise ValueError(f"there is no {group} {name!r}: choose one of {', '.join(known)}")
+        yours = ", or name your own as FILE.py:NAME" if group in own.POINTS else ""
+        raise ValueError(f"there is no {group} {name!r}: choose one of {', '.join(known)}{yours}")
     return deepcopy(_read_once(CONF / group / f"{name}.yaml"))
 
 
@@ -41,13 +44,17 @@ def _read_once(file: Path) -> dict:
 
 def check_buildable(name: object, where: str) -> None:
     """Raise ValueError unless `name` is a class or function of specdec, or of a file of the user's own: no module of
-    Python or of an installed package."""
+    Python or of an installed package, except an entry point for parts of specdec."""
+    if own.is_own(name):
+        return
     top = name.partition(".")[0] if isinstance(name, str) else ""
     if top in ("drafters", "trees", "training"):  # as version 0.1 named them
         return
     if top == "specdec":
         if name.rpartition(".")[2][:1] == "_" or not _ours(name):
             raise ValueError(f"{where} must name a class or function of specdec, got {shown(name)}")
+        return
+    if name in own.points():
         return
     found = find_spec(top) if top.isidentifier() else None
     places = [found.origin or "", *(found.submodule_search_locations or ())] if found else []
@@ -72,6 +79,13 @@ def _ours(name: str) -> bool:
         return str(getattr(pkgutil.resolve_name(name), "__module__", "")).startswith("specdec")
     except (ImportError, AttributeError, ValueError):
         return True
+
+
+def named(group: str, dotted: str) -> Callable:
+    """The class or function of a dotted name, or the user's own of FILE.py:NAME."""
+    mine = group in own.POINTS and (own.is_own(dotted) or "." not in dotted)
+    part = own.find(group, dotted) if mine else None
+    return pkgutil.resolve_name(dotted) if part is None else part
 
 
 def target(group: str, name: str) -> type:

@@ -30,6 +30,7 @@ from specdec.cli.lock import only_writer
 from specdec.model.target import Target
 from specdec.model.weight_files import read_json
 from specdec.remote import Remote
+from specdec.training.build import build_drafter, from_checkpoint
 from specdec.training.data import Batches, Sample, hold_out, load_samples
 from specdec.training.features.feature_cache import (
     MANIFEST,
@@ -47,7 +48,7 @@ from specdec.training.features.online import online_features
 from specdec.training.features.vllm_files import VllmStates
 from specdec.training.objectives.losses import pieces
 from specdec.training.objectives.teacher import read_teacher
-from specdec.training.train import all_settings, build_drafter, load_some
+from specdec.training.train import all_settings, load_some
 
 FLAG = "--from-vllm"
 
@@ -215,7 +216,7 @@ def run(config: DictConfig) -> None:
     target = load_some(config, config.device, whole=config.from_vllm is None)
     samples = load_samples(config.data, target)
     train, _ = hold_out(samples, config.data.heldout)
-    drafter = build_drafter(config.drafter, target, train, settings.seed, config.init_from)
+    drafter = build_drafter(config.drafter, target, train, settings.seed)
     form = Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
     autocast = settings.autocasting(target.device)
     start = time.monotonic()
@@ -242,7 +243,7 @@ def main() -> None:
     if FLAG in sys.argv[1:-1]:
         at = sys.argv.index(FLAG)
         sys.argv[at : at + 2] = [f"from_vllm={sys.argv[at + 1]}"]
-    hydra_command(run, "cache")()
+    hydra_command(run, "cache", rewrite=from_checkpoint)()
 
 
 if __name__ == "__main__":

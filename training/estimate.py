@@ -17,6 +17,7 @@ from specdec import ranks
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.terminal import console
+from specdec.training.build import from_checkpoint
 from specdec.training.data import Batches
 from specdec.training.features.feature_cache import STORES, Form, shard_bounds
 from specdec.training.loop.footprint import shared_target, spread_target, step_bytes
@@ -173,7 +174,7 @@ def run(config: DictConfig) -> None:
     print(json.dumps(report))
 
 
-main = hydra_command(run, "train", "specdec estimate")
+main = hydra_command(run, "train", "specdec estimate", rewrite=from_checkpoint)
 
 if __name__ == "__main__":
     main()

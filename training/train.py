@@ -10,57 +10,37 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import hydra
 import torch
 import transformers
-from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
-from specdec import ranks
+from specdec import own, ranks
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
-from specdec.drafters.formats import open_checkpoint
+from specdec.drafters.formats import family_of
 from specdec.drafters.formats.convert import SERVERS, without_a_form
-from specdec.drafters.vocab import DraftVocab, fitting_size, most_frequent
+from specdec.drafters.formats.recipe import FAMILY
 from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
 from specdec.model.target import Target
-from specdec.training.data import Batches, Sample, count_tokens, hold_out, load_samples
+from specdec.training.build import build_drafter, from_checkpoint, instantiate
+from specdec.training.data import Batches, hold_out, load_samples
 from specdec.training.data.shards import begun_on
 from specdec.training.features.feature_cache import FeatureCache
 from specdec.training.features.online import online_features
 from specdec.training.features.signature import data_signature
-from specdec.training.loop.checkpoint import checkpoints, meaning
+from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.loop.evaluate import HELDOUT
 from specdec.training.loop.parallel import Processes, join_processes
 from specdec.training.loop.same_run import check_same_run
 from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
 from specdec.training.loop.trainer import Trainer
-
-
-def draft_vocabulary(size: int | str | None, samples: list[Sample], target: Target) -> DraftVocab:
-    """Return the `size` most frequent training tokens; `auto` is `fitting_size`, and null the whole vocabulary."""
-    vocab = target.vocab
-    size = fitting_size(target.config) if size == "auto" else size
-    if size is None or size >= vocab:
-        return DraftVocab(vocab)
-    counts = count_tokens(samples, vocab)
-    chosen = most_frequent(counts, size)
-    print(f"draft vocabulary: {size} of {vocab} tokens cover {counts[chosen.ids].sum() / counts.sum():.2%} of the data")
-    return chosen
-
-
-def instantiate(settings, **extra):
-    """Hydra's `instantiate`. What the called function raises comes out as a ValueError of its own words."""
-    try:
-        return hydra.utils.instantiate(settings, **extra)
-    except InstantiationException as error:
-        raise ValueError(str(error.__cause__ or error)) from None
+from specdec.training.rehearsal import rehearse
 
 
 def read_settings(kind: type, config: DictConfig | None, where: str):
@@ -72,49 +52,6 @@ def read_settings(kind: type, config: DictConfig | None, where: str):
         return kind(**(OmegaConf.to_container(config, resolve=True) if config is not None else {}))
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int, init_from: str | None = None):
-    """A drafter as a configuration of conf/drafter describes it: fresh, or with the weights and the vocabulary of the
-    checkpoint `init_from`, whose draft vocabulary must be of the size that is set, if one is."""
-    settings = OmegaConf.to_container(config, resolve=True)
-    size = settings.pop("draft_vocab_size", None)
-    # In the precision in which it is trained, where `load_drafter` takes the target's
-    given = None if init_from is None else open_checkpoint(init_from).construct(target)
-    if given is None:
-        vocab = draft_vocabulary(size, samples, target)
-    elif size != "auto" and given.vocab.size != (size or target.vocab):
-        raise ValueError(
-            f"init_from={init_from} has a draft vocabulary of {given.vocab.size} tokens: "
-            f"set drafter.draft_vocab_size={given.vocab.size}"
-        )
-    else:
-        vocab = given.vocab
-    torch.manual_seed(seed)
-    start = {} if given is None or "init" not in settings else {"init": "random"}  # its weights are `given`'s, as saved
-    drafter = instantiate(settings | start, target=target, vocab=vocab)
-    if not drafter.learns:
-        raise ValueError(
-            f"{config._target_} makes a drafter that does not learn: decode with it, or train another, such as "
-            "drafter=eagle3_1"
-        )
-    drafter.recipe = settings  # a drafter without a published layout is saved with it
-    if given is not None:
-        copy_weights(given, drafter, init_from)
-    return drafter
-
-
-def copy_weights(given, drafter, path: str) -> None:
-    """Copy weights from `given` into `drafter`. Raises ValueError if the two differ in more than their weights."""
-    if meaning(given) != meaning(drafter):
-        raise ValueError(f"init_from={path} is {meaning(given)}; the settings describe {meaning(drafter)}")
-    weights = dict(given.named_parameters())
-    for name, parameter in drafter.named_parameters():
-        if name not in weights or weights.pop(name).shape != parameter.shape:
-            raise ValueError(f"init_from={path} does not fit the drafter settings: {name} is not there in this shape")
-    if weights:
-        raise ValueError(f"init_from={path} does not fit the drafter settings, which have no {min(weights)}")
-    drafter.load_state_dict(given.state_dict(), strict=True)
 
 
 def goes_on(resume: bool | str, out: Path) -> bool:
@@ -177,10 +114,10 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     if not config.whole_target:
         target.sizes = cache.sizes()
     learnt, heldout = hold_out(samples, config.data.heldout)
-    drafter = build_drafter(config.drafter, target, learnt, trainer_config.seed, config.init_from)
+    drafter = build_drafter(config.drafter, target, learnt, trainer_config.seed)
     if cache is not None:
         cache.check(target, drafter.taps, drafter.vocab, samples)
-    objective = instantiate(config.objective)
+    objective = instantiate(config.objective, "objective")
     batches = partial(
         Batches,
         batch_tokens=trainer_config.batch_tokens,
@@ -246,7 +183,15 @@ def run(config: DictConfig) -> None:
         sys.exit(trainer.signals.code)
 
 
-def what_next(config: DictConfig, draft: Path) -> str:
+def draft_of(trainer: Trainer) -> str:
+    """The drafter that a run leaves behind, as `--draft` takes it: with the user's own code, if it needs any."""
+    draft, recipe = str(trainer.out / "draft"), trainer.drafter.recipe or {}
+    if family_of(trainer.drafter) is not FAMILY or not own.is_own(recipe.get("_target_")):
+        return draft
+    return f"{own.as_passed(recipe['_target_'])}:{draft}"
+
+
+def what_next(config: DictConfig, draft: str) -> str:
     """The command that shows what has been learnt: a target that is not whole decodes in a server only."""
     if not config.whole_target:
         return f"doctor export {draft} FOLDER --for vllm --target {config.target.path or DEMO_TARGET}"
@@ -257,6 +202,7 @@ def what_next(config: DictConfig, draft: Path) -> str:
 def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> Trainer:
     """Assemble the run, and train to its end. Nobody else writes into `out` meanwhile."""
     trainer = assemble(config, processes)
+    rehearse(trainer, config.drafter._target_, config.objective._target_, config.whole_target)
     if resume:
         trainer.resume()
     if processes.main:
@@ -273,13 +219,13 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
     metrics = trainer.train()
     if processes.main:
         if trainer.step >= trainer.config.steps:
-            print(f"try it: specdec {what_next(config, out / 'draft')}")
+            print(f"try it: specdec {what_next(config, draft_of(trainer))}")
         report = {"step": trainer.step} | metrics
-        print(json.dumps(report | {"draft": str(out / "draft"), "seconds": round(trainer.seconds, 1)}))
+        print(json.dumps(report | {"draft": draft_of(trainer), "seconds": round(trainer.seconds, 1)}))
     return trainer
 
 
-main = hydra_command(run, "train")
+main = hydra_command(run, "train", rewrite=from_checkpoint)
 
 if __name__ == "__main__":
     main()

@@ -6,6 +6,7 @@
     paths 0 1 0.0   a static tree by its paths of child ranks
     static          a name of conf/tree
     my/tree.yaml    a file with `paths` of child ranks: a static tree
+    my.py:MyTree    a class or function of your own, called without arguments (`specdec.own`)
 
 Each kind of tree reads and prints its own texts (`specdec.trees.base.Tree`).
 """
@@ -18,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec import registry
+from specdec import own, registry
 from specdec.children import KINDS
 from specdec.contracts import TreePolicy
 from specdec.trees.base import WORDS, Tree, shape_of
 from specdec.trees.bounds import check_chains, check_shape
 from specdec.trees.chain import Chain
+from specdec.trees.checked import checked
 from specdec.trees.dynamic import NODES, DynamicTree
 from specdec.trees.sampled import SampledTree
 from specdec.trees.static import StaticTree
@@ -74,7 +76,8 @@ def tree_of_settings(settings: Mapping[str, int | None]) -> Tree:
 
 
 def parse_tree(text: str | os.PathLike) -> Tree:
-    """Return the tree of a text: "4/5/16", "paths 0 1 0.0", a name of conf/tree/, or a file with `paths`.
+    """Return the tree of a text: "4/5/16", "paths 0 1 0.0", a name of conf/tree/, your own FILE.py:NAME, or a file with
+    `paths`.
 
     Raises:
         ValueError: The text has none of these forms.
@@ -85,6 +88,8 @@ def parse_tree(text: str | os.PathLike) -> Tree:
     for kind in {registry.target("tree", name): None for name in known}:
         if (tree := kind.parse(text)) is not None:
             return tree
+    if (part := own.find("tree", text)) is not None:
+        return _read_from(text, checked(text, own.make(text, part, Tree)))
     if not re.fullmatch(r"\w+", text) or Path(text).is_file():
         return _read_from(str(Path(text).resolve()), load_tree(text))
     raise ValueError(f"there is no tree {text!r}; known are {', '.join(known)}, or give a file with `paths`")
@@ -123,7 +128,8 @@ class TreeSettings:
         "above temperature 0: likeliest, coupled or drawn (default: by the rule)", choices=KINDS, metavar="KIND"
     )
     tree: str | None = _option(
-        f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; a file with `paths`",
+        f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; a file with `paths`; "
+        "your own FILE.py:NAME",
         metavar="TREE",
     )
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from specdec import own
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.drafters import draft_model, ngram
@@ -192,7 +193,8 @@ def load_drafter(
     """Load a frozen drafter for `target`, on its device. `requires_grad_(True)` makes it trainable.
 
     Args:
-        path: Folder or hub name of a checkpoint, a language model, a transformers model, `ngram` or `ngram:suffix`.
+        path: Folder or hub name of a checkpoint, a language model, a transformers model, `ngram` or `ngram:suffix`; your
+            own code as `my.py:create`, or a checkpoint trained with it as `my.py:create:CHECKPOINT`.
             `drafter.conventions` lists how a checkpoint was read.
         target: The target that the drafter was trained for.
         token_map: File of a token map (FR-Spec) that restricts the proposals.
@@ -247,6 +249,8 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
         return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
     if (drafter := ngram.from_name(str(path), target)) is not None:
         return drafter
+    if (drafter := _from_code(str(path), target)) is not None:
+        return drafter
     folder = resolve(path)
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
     if mtp_inside.recognise(config, held) or pard.recognise(config, held):  # then it is loaded for more than itself
@@ -254,6 +258,20 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
     if not draft_model.is_language_model(config, held):
         return None
     return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
+
+
+def _from_code(path: str, target) -> Drafter | None:
+    """The drafter that the user's own code makes anew; None for a checkpoint."""
+    code, checkpoint = own.split(path)
+    fresh = checkpoint is None if own.is_own(path) else path.isidentifier() and not Path(path).exists()
+    part = own.find("drafter", code) if fresh else None
+    if part is None:
+        return None
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        drafter = own.make(code, part, Drafter, target)
+    drafter.conventions = {"family": f"made by {code}"}
+    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 
 def family_of(drafter: Drafter) -> Family:

@@ -126,6 +126,7 @@ class Family:
     optional: tuple[str, ...] = ()  # tensors that may be there in addition to those of `parameters`
     reads: int = 1  # hidden states, where the number is always the same; 0 if none can be chosen
     knows_tensors: bool = True  # False: `expected` cannot tell which tensors ought to be there
+    objective: str = "recipe"  # of conf/objective, which trains its checkpoints further
     method: str = ""  # vLLM's name of the method
     algorithm: str | None = None  # SGLang's name of the algorithm
 

@@ -143,6 +143,7 @@ def head_fields(meaning: BlockMeaning) -> dict:
 
 
 class BlockFamily(Family):
+    objective = "block"
     title, noun = "DFlash", "a block drafter"
     drafter = BlockDrafter
     saved_as = "dflash"

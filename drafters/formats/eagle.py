@@ -51,6 +51,7 @@ class EagleMeaning(Meaning):
 
 
 class EagleFamily(Family):
+    objective = "eagle"
     title = noun = "EAGLE-1/2"
     drafter = Eagle
     saved_as = "eagle"

@@ -34,6 +34,7 @@ class MedusaMeaning(Meaning):
 
 
 class MedusaFamily(Family):
+    objective = "medusa"
     title = noun = "Medusa"
     drafter = Medusa
     saved_as = "medusa"

@@ -56,6 +56,7 @@ def head_parameters(block: MtpLayer, prefix: str, layer: str, names: dict[str, s
 
 
 class MtpFamily(Family):
+    objective = "mtp"
     title, noun = "MTP", "an MTP head"
     drafter = Mtp
     saved_as = "mimo"

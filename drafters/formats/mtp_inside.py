@@ -154,6 +154,7 @@ def _parameters(drafter: Mtp, kind: str, prefix: str) -> dict[str, Place]:
 
 
 class InsideFamily(Family):
+    objective = "mtp"
     title = "MTP heads inside a target"
     reads = 0
 

@@ -50,6 +50,7 @@ def parameters(drafter: Pard) -> dict[str, Place]:
 class PardFamily(Family):
     """A language model's config states everything but the number of tokens, so there are no misreadings."""
 
+    objective = "parallel"
     title = noun = "PARD"
     drafter = Pard
     saved_as = "pard"

@@ -50,6 +50,7 @@ def parameters(drafter: PEagle) -> dict[str, Place]:
 
 
 class PEagleFamily(Eagle3Family):
+    objective = "parallel"
     title = noun = "P-EAGLE"
     drafter = PEagle
     saved_as = "specdec"

@@ -2,15 +2,18 @@
 
 config.json holds `recipe`: the `_target_` of conf/drafter/NAME.yaml, which is a `create` function under
 `specdec.drafters`, and its settings. Loading calls that function again and fills every parameter. A new drafter needs
-no layout of its own until other programs read it.
+no layout of its own until other programs read it. A drafter of the user's own code has the name of that code as
+`_target_` (`specdec.own`). Its code is run only if the user has passed the file, or has installed the package.
 """
 
 import pkgutil
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from specdec import own
 from specdec.contracts import Drafter
 from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors, check_target
 from specdec.drafters.formats.parts import fill, read_ids
@@ -42,23 +45,13 @@ class RecipeFamily(Family):
         recipe, vocab = dict(config["recipe"]), config.get("vocab_size")
         check_target(config.get("hidden_size"), vocab, target, name)
         named = str(recipe.pop("_target_", ""))
-        # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
-        module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")
-        if not CREATE.fullmatch(f"{module}.{function}"):  # a checkpoint must not choose what code runs
-            raise ValueError(
-                f"{name}: the recipe's _target_ must be the function `create` of a file in drafters/, got "
-                f"{module}.{function}"
-            )
-        try:
-            create = pkgutil.resolve_name(f"{module}:{function}")
-        except (ImportError, AttributeError):
-            raise ValueError(f"{name}: there is no {module}.{function} in this version") from None
+        create = _creator(named, name)
         try:
             drafter = create(target, vocab=DraftVocab(vocab, read_ids(tensors, IDS)), **recipe)
         except (TypeError, RuntimeError) as error:
             why = str(error).splitlines()[0]
-            raise ValueError(f"{name}: config.json: recipe does not fit {module}: {why}") from None
-        fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, module, self.optional)
+            raise ValueError(f"{name}: config.json: recipe does not fit {named}: {why}") from None
+        fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, named, self.optional)
         drafter.recipe = config["recipe"]
         return drafter
 
@@ -67,6 +60,8 @@ class RecipeFamily(Family):
         if drafter.recipe is None:
             raise ValueError(f"{type(drafter).__name__} has no published layout and no recipe: set drafter.recipe")
         tensors = dict(drafter.named_parameters())
+        if scalars := [name for name, parameter in tensors.items() if not parameter.dim()]:
+            raise ValueError(f"the parameter {scalars[0]} has no dimension, which is not saved: give it the shape [1]")
         if drafter.vocab.ids is not None:
             tensors[IDS] = drafter.vocab.ids
         sizes = {"vocab_size": drafter.vocab.target_size, "hidden_size": target.config.hidden}
@@ -81,6 +76,32 @@ class RecipeFamily(Family):
 
     def faults(self, meaning: RecipeMeaning, tensors: Tensors) -> list[str]:
         return []
+
+
+def _creator(named: str, name: str) -> Callable:
+    """The function that a recipe names. name: of the checkpoint. Raises ValueError for code that the user has neither
+    installed nor passed: a checkpoint must not choose what code runs."""
+    # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
+    module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")
+    if CREATE.fullmatch(f"{module}.{function}"):
+        try:
+            return pkgutil.resolve_name(f"{module}:{function}")
+        except (ImportError, AttributeError):
+            raise ValueError(f"{name}: there is no {module}.{function} in this version") from None
+    if own.is_own(named):
+        part = own.passed(named)
+        if part is None:
+            raise ValueError(
+                f"{name} was trained with {named}, and code that a checkpoint names is not run: pass your copy of the "
+                f"file too, as {named}:{own.split(name)[1] or name}"
+            )
+        return part
+    if named.isidentifier() and (part := own.find("drafter", named)) is not None:
+        return part
+    raise ValueError(
+        f"{name}: the recipe's _target_ must be the function `create` of a file in drafters/, your own FILE.py:NAME or a "
+        f"drafter of an installed package, got {named}"
+    )
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:

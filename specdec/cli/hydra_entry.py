@@ -11,16 +11,20 @@ from contextlib import contextmanager
 from specdec import registry
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import help_width, reflow
+from specdec.cli.hydra_parts import own_parts
 from specdec.cli.hydra_settings import check_folders, check_settings, check_words, nearest_to
 from specdec.registry import CONF
 
 QUOTES = "quote a value with spaces, brackets or commas, as in \"data.path='my file.jsonl'\""
 
 
-def hydra_command(run: Callable, config: str, program: str | None = None) -> Callable[[], None]:
+def hydra_command(
+    run: Callable, config: str, program: str | None = None, rewrite: Callable[[list[str]], list[str]] = list
+) -> Callable[[], None]:
     """The `main` of a command: `run`, with the settings that conf/CONFIG.yaml and the command line make.
 
-    program: how it is called, if not as `specdec CONFIG`. `--help` prints the docstring of the module of `run`."""
+    program: how it is called, if not as `specdec CONFIG`. `--help` prints the docstring of the module of `run`.
+    rewrite: makes of the words those that Hydra reads."""
 
     @one_sentence_errors
     def main() -> None:
@@ -31,6 +35,7 @@ def hydra_command(run: Callable, config: str, program: str | None = None) -> Cal
 
         check_words(sys.argv[1:])
         check_folders(sys.argv[1:])
+        sys.argv[1:] = own_parts(rewrite(sys.argv[1:]))
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
         with settings_errors(config):
             hydra.main(config_path=str(CONF), config_name=config, version_base="1.3")(checked(run, config))()

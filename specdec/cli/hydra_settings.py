@@ -2,7 +2,6 @@
 
 import difflib
 import math
-import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field
@@ -177,7 +176,7 @@ def _taken(path: str, value: Mapping[str, Any]) -> dict[str, Field]:
 
     Raises ValueError for a name that it does not take."""
     try:
-        taken, others = parameters(pkgutil.resolve_name(value.get("_target_") or READ_BY[path]))
+        taken, others = parameters(registry.named(path, value.get("_target_") or READ_BY[path]))
     except (KeyError, ImportError, AttributeError, TypeError, ValueError):
         return {}  # nobody's; or there is none of this name, which Hydra tells
     if not others:

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from specdec import own
 from specdec.model.gguf_target import only_gguf, unpacked
 
 DEMO = Path(__file__).parents[1] / "demo"
@@ -47,29 +48,34 @@ def resolve(path: str | os.PathLike) -> Path:
 
     Args:
         path: A folder, a GGUF file or a folder with one, a bundled folder (`bundled`), a name in `PUBLISHED`, a hub
-            name OWNER/MODEL, or OWNER/MODEL:FILE.gguf.
+            name OWNER/MODEL, or OWNER/MODEL:FILE.gguf. FILE.py:NAME:CHECKPOINT is that checkpoint.
 
     Raises:
         ValueError: There is none, or a GGUF file cannot be read.
     """
-    name = str(path)
+    code, checkpoint = own.split(str(path))
+    if own.is_own(str(path)) and checkpoint is None:
+        raise ValueError(f"{path} is code without a checkpoint: give {code}:CHECKPOINT")
+    if checkpoint is not None:
+        own.find("drafter", code)  # so that the checkpoint may be loaded with it
+    name = checkpoint or str(path)
     if not name.strip():
         raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
-    folder = Path(bundled(path))
+    folder = Path(bundled(name))
     if name.startswith("demo/") and not folder.is_dir():
         there = ", ".join(f"demo/{p.name}" for p in sorted(DEMO.iterdir()) if (p / "config.json").is_file())
-        raise ValueError(f"nothing bundled is called {path}; there is {there}")
+        raise ValueError(f"nothing bundled is called {name}; there is {there}")
     if folder.is_dir():
         file = only_gguf(folder)
         return unpacked(file) if file else folder
     if folder.is_file() and folder.suffix == ".gguf":
         return unpacked(folder)
     if folder.exists():
-        raise ValueError(f"{path} is a file: give the folder with config.json and safetensors, or a GGUF file")
+        raise ValueError(f"{name} is a file: give the folder with config.json and safetensors, or a GGUF file")
     if name in PUBLISHED:
         return _published(name)
     if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"no such checkpoint folder: {path}{_known(name)}")
+        raise ValueError(f"no such checkpoint folder: {name}{_known(name)}")
     repository, _, file = name.partition(":")
     if file:
         return unpacked(_downloaded(name, repository, [file]) / file)

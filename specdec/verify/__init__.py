@@ -5,13 +5,14 @@ conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, 
 
 from dataclasses import dataclass, field, fields, is_dataclass
 
-from specdec import registry
+from specdec import own, registry
 from specdec.structs import Verifier
 from specdec.verify.block import BlockVerification
 from specdec.verify.match import SampleAndMatch, sample_and_match
 from specdec.verify.rejection import MultiRoundRejection
 from specdec.verify.thresholds import TwoThresholds
 from specdec.verify.typical import TypicalAcceptance
+from specdec.verify.walk import Rule
 
 VERIFIERS: dict[str, type] = {name: registry.target("verifier", name) for name in registry.names("verifier")}
 
@@ -19,9 +20,16 @@ VERIFIERS: dict[str, type] = {name: registry.target("verifier", name) for name i
 def make_verifier(name: str = "match", **settings: float) -> Verifier:
     """Return the verifier of this name in conf/verifier, with `settings` instead of the file's.
 
+    Args:
+        name: A name in conf/verifier, or your own class or function: FILE.py:NAME, or an entry point.
+        **settings: Settings of the verifier, such as epsilon=0.09.
+
     Raises:
         ValueError: The name or a setting does not exist, or a value is out of range.
     """
+    part = None if name in VERIFIERS else own.find("verifier", name)
+    if part is not None:
+        return own.make(name, part, Rule, **settings)
     known = [f.name for f in fields(registry.target("verifier", name))]
     for setting in settings:
         if setting not in known:
@@ -46,7 +54,7 @@ class VerifierSettings:
     verifier: str | None = field(
         default=None,
         metadata={
-            "help": f"{', '.join(VERIFIERS)} (default match); "
+            "help": f"{', '.join(VERIFIERS)} (default match), or your own FILE.py:NAME; "
             f"{' and '.join(name for name, rule in VERIFIERS.items() if rule.needs_q)} need --sample-draft; lossy: "
             f"{', '.join(name for name in VERIFIERS if not make_verifier(name).lossless)}, sglang with a threshold"
         },
@@ -72,6 +80,7 @@ __all__ = [
     "VERIFIERS",
     "BlockVerification",
     "MultiRoundRejection",
+    "Rule",
     "SampleAndMatch",
     "TwoThresholds",
     "TypicalAcceptance",

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from specdec import own
 from specdec.registry import read_yaml
 from specdec.schema import shown
 
@@ -52,6 +53,6 @@ def _flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, An
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{path}{name}.")
         elif name == "_target_":  # version 0.1 wrote it without the package's name
-            yield f"{path}{name}", str(value).removeprefix("specdec.")
+            yield f"{path}{name}", own.short(str(value)).removeprefix("specdec.")
         else:
             yield f"{path}{name}", value

@@ -22,7 +22,8 @@ from specdec.lab.sweep.compare import as_rows
 from specdec.lab.sweep.comparison import compare, named
 from specdec.model.names import bundled, called
 from specdec.text import read_prompts
-from specdec.training.train import instantiate, load_some
+from specdec.training.build import instantiate
+from specdec.training.train import load_some
 from specdec.trees.spec import tree_of_settings
 
 

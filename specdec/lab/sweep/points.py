@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from specdec import own
 from specdec.acceptance import FILE
 from specdec.api import load_drafter
 from specdec.cli.revision import code_digest
@@ -49,7 +50,10 @@ class Draft:
     def identity(self) -> dict:
         """What it drafts with, whatever the files are called."""
         token_map = self.token_map and _file_digest(Path(self.token_map))
-        weights = self.path if self.path.split(":")[0] == "ngram" else signature(self.path)
+        code, checkpoint = own.split(self.path)
+        plain = self.path.split(":")[0] == "ngram" or (own.is_own(self.path) and checkpoint is None)
+        weights = own.short(code) if plain else signature(self.path)
+        weights = f"{weights} {own.digest(code)}" if own.is_own(code) else weights
         return {"weights": weights, "token_map": token_map, "feedback": self.feedback}
 
     def load(self, target: Target) -> Drafter:

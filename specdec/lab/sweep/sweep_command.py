@@ -73,7 +73,7 @@ def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, in
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
-    sampling, verifier = instantiate(config.sampling), instantiate(config.verifier)
+    sampling, verifier = instantiate(config.sampling), instantiate(config.verifier, "verifier")
     out = Path(config.out)
     check_folder(out, resume=True)
     processes = join_processes(config.device)

@@ -1,0 +1,180 @@
+"""Parts that the user wrote: FILE.py:NAME, or an entry point of an installed package.
+
+A drafter, tree, verifier or objective can be named this way wherever a name of conf/ can. A checkpoint stores only the
+name `my.py:create`. It is loaded with that code only if the user has passed the file to this process.
+"""
+
+import hashlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+Part = TypeVar("Part")
+
+# The groups of conf/ that take such a part, and the entry points of each
+POINTS = {
+    "drafter": "specdec.drafters",
+    "tree": "specdec.trees",
+    "verifier": "specdec.verifiers",
+    "objective": "specdec.objectives",
+}
+FORM = re.compile(r"(?P<file>[^\n]*?\.py)(?::(?P<name>\w*))?(?::(?P<checkpoint>.+))?")
+PLAIN = (type(None), bool, int, float, str, list, tuple, dict)  # defaults that a settings file can hold
+_passed: dict[str, tuple[str, Callable]] = {}  # what the user has named in this process, by its `short` name
+
+
+def is_own(text: object) -> bool:
+    """Return whether a text has the form FILE.py:NAME or FILE.py:NAME:CHECKPOINT."""
+    return isinstance(text, str) and FORM.fullmatch(text) is not None
+
+
+def split(text: str) -> tuple[str, str | None]:
+    """FILE.py:NAME:CHECKPOINT -> FILE.py:NAME and CHECKPOINT; None for a part that is missing."""
+    found = FORM.fullmatch(text)
+    return (text, None) if found is None else (f"{found['file']}:{found['name'] or ''}", found["checkpoint"])
+
+
+def short(text: str) -> str:
+    """The name that a checkpoint stores: `my.py:create` for ../folder/my.py:create; an entry point as it is."""
+    found = FORM.fullmatch(text)
+    return text if found is None else f"{Path(found['file']).name}:{found['name']}"
+
+
+def passed(name: str) -> Callable | None:
+    """The part of this `short` name if the user has named it in this process."""
+    return _passed.get(name, ("", None))[1]
+
+
+def as_passed(name: str) -> str:
+    """A `short` name as the user has written it in this process."""
+    return _passed.get(name, (name, None))[0]
+
+
+def points() -> set[str]:
+    """The names of all entry points for parts of specdec."""
+    return {point.name for group in POINTS.values() for point in entry_points(group=group)}
+
+
+def find(group: str, text: str) -> Callable | None:
+    """Return the class or function that a text names; None if it is neither FILE.py:NAME nor an entry point.
+
+    Raises:
+        ValueError: There is no such file or name, or the file cannot be imported.
+    """
+    found = FORM.fullmatch(text)
+    if found is None:
+        point = next(iter(entry_points(group=POINTS[group], name=text)), None)
+        if point is None:
+            return None
+        with blamed(text, "importing it"):
+            part = point.load()
+    else:
+        part = _of_file(found["file"], found["name"])
+    if not callable(part):
+        raise ValueError(f"{text} is a {type(part).__name__}: name a class or a function")
+    code = split(text)[0]
+    _passed[short(code)] = code, part
+    return part
+
+
+def _of_file(file: str, name: str | None) -> Any:
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise ValueError(f"there is no file {file}{'' if Path(file).is_absolute() else f' from {Path.cwd()}'}")
+    module = _module(path, path.stat().st_mtime_ns)
+    there = [known for known, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+    if name and hasattr(module, name):
+        return getattr(module, name)
+    known = get_close_matches(name or "", there) or there or ["no class and no function"]
+    raise ValueError(
+        f"{file} {f'has no {name!r}' if name else 'needs a name after a colon'}; there is {', '.join(known)}"
+    )
+
+
+@cache
+def _module(path: Path, changed: int) -> Any:
+    """The module of a file. changed: when the file was written, so that an edited file is read again."""
+    name = f"specdec_own_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look themselves up there
+    with blamed(str(path), "importing it"):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextmanager
+def blamed(text: str, what: str) -> Iterator[None]:
+    """Raise ValueError, one sentence, for whatever the user's code raises. what: what was being done with it."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split()) or "no reason given"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        file = Path(split(text)[0].partition(":")[0]).name
+        lines = [
+            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file
+        ]
+        where = f" ({file} line {lines[-1]})" if lines else ""
+        raise ValueError(f"{text}: {what} failed: {kind}{reason:.300}{where}") from error
+
+
+def make(text: str, part: Callable, base: type[Part], *given: Any, **settings: Any) -> Part:
+    """Call a part with these arguments, and return what it makes.
+
+    Raises:
+        ValueError: It does not take the arguments, fails, or makes something other than a `base`.
+    """
+    check_arguments(text, part, *given, **settings)
+    with blamed(text, "making it"):
+        made = part(*given, **settings)
+    if not isinstance(made, base):
+        raise ValueError(
+            f"{text} makes a {type(made).__name__}: it must make a {base.__module__}.{base.__name__}, so derive its "
+            "class from that"
+        )
+    return made
+
+
+def check_arguments(text: str, part: Callable, *given: Any, **settings: Any) -> None:
+    """Raise ValueError unless a part can be called with these arguments."""
+    try:
+        inspect.signature(part).bind(*given, **settings)
+    except TypeError as error:
+        raise ValueError(f"{text} cannot be called as {_call(text, given, settings)}: {error}") from None
+
+
+def _call(text: str, given: tuple, settings: Mapping[str, Any]) -> str:
+    words = ["target"] * len(given) + [f"{name}=..." for name in settings]
+    return f"{short(text).partition(':')[2] or text}({', '.join(words)})"
+
+
+def settings_of(text: str, part: Callable, *aside: str) -> dict[str, Any]:
+    """The settings of a part with their defaults: the arguments that it takes by name, except `aside`.
+
+    Raises:
+        ValueError: An argument has no default, or one that no settings file can hold.
+    """
+    taken = inspect.signature(part).parameters.values()
+    named = [
+        one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in aside
+    ]
+    for one in named:
+        if not isinstance(one.default, PLAIN):
+            raise ValueError(f"{text}: its argument {one.name} needs a default that is a number, a text or a list")
+    return {one.name: one.default for one in named}
+
+
+def digest(text: str) -> str:
+    """A hash of the file of FILE.py:NAME; empty for an entry point."""
+    found = FORM.fullmatch(text)
+    return "" if found is None else hashlib.sha256(Path(found["file"]).expanduser().read_bytes()).hexdigest()

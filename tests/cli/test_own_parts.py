@@ -1,0 +1,195 @@
+"""Parts of the user's own: FILE.py:NAME and entry points, in commands and in Python, and how wrong ones are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import refused, run_here, tiny_drafter, tiny_target
+
+import specdec
+from specdec import own
+from specdec.drafters.formats import load_drafter
+from specdec.engine.engine import Engine
+from specdec.training.train import main as train_main
+
+PARTS = """
+from dataclasses import dataclass
+from functools import partial
+import torch
+from specdec.drafters import eagle3, ngram
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.trees import DynamicTree, StaticTree, Tree
+from specdec.verify import Rule, SampleAndMatch
+
+def wide():
+    return StaticTree([[0], [1], [2], [0, 0]])
+
+@dataclass(frozen=True)
+class Small(DynamicTree):
+    topk: int = 2
+    steps: int = 2
+    num_draft_tokens: int = 5
+
+@dataclass(frozen=True)
+class Flat(Small):
+    def grow(self, *given, **how):
+        tree = super().grow(*given, **how)
+        tree.depth = tree.depth * 0
+        return tree
+
+class Bare(Tree):
+    topk = steps = num_draft_tokens = 1
+
+@dataclass(frozen=True)
+class Lenient(SampleAndMatch):
+    lossless = False
+    share: float = 0.5
+
+class Twice(Eagle3Objective):
+    def __init__(self, steps: int = 2):
+        super().__init__(steps=steps)
+
+number = 3
+
+def no_vocab(target):
+    return 3
+
+def no_default(target, vocab, width):
+    return 3
+
+def no_drafter(target, vocab=None):
+    return 3
+
+def stubborn(target, vocab=None):
+    return ngram.create(target)
+
+def broken(target, vocab=None, width=2):
+    return torch.zeros(width) @ torch.zeros(width + 1)
+
+class Undecodable(eagle3.Eagle3):
+    def step(self, *given):
+        raise RuntimeError("no step")
+
+def undecodable(target, vocab=None):
+    made = eagle3.create(target, vocab=vocab)
+    made.__class__ = Undecodable
+    return made
+
+head = partial(eagle3.create, taps=[1, 2, 3], scale_taps=False)
+"""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("my parts")
+    (folder / "my.py").write_text(PARTS)
+    (folder / "torn.py").write_text("import specdec\nraise KeyError('x')\n")
+    answers = [{"messages": [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c d e f g " * 4}]}]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers * 6))
+    return folder
+
+
+def train_words(target_path, parts, out) -> list[str]:
+    return [
+        f"target.path={target_path}", f'data.path="{parts / "answers.jsonl"}"', "data.heldout=2", "trainer.steps=1",
+        "trainer.prompts=null", "trainer.eval_batches=0", f"out={out}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("tree", ["wide", "Small"])
+def test_a_tree_and_a_verifier_of_a_file(parts, tree):
+    target = tiny_target()
+    drafter, prompts = tiny_drafter(target), [[3, 5, 7], [1, 2]]
+    plain = Engine(target).generate(prompts, max_new_tokens=20)
+    made = specdec.parse_tree(f"{parts}/my.py:{tree}")
+    assert specdec.make_tree(**made.entries()) == made
+    rule = specdec.make_verifier(f"{parts}/my.py:Lenient", share=0.25)
+    assert (rule.share, rule.lossless) == (0.25, False)
+    fast = specdec.generate(target, prompts, drafter, tree=str(made), verifier=rule, max_new_tokens=20)
+    assert [r.tokens for r in fast.rows] == [r.tokens for r in plain.rows]
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "message"),
+    [
+        (specdec.parse_tree, "my.py:Smal", "has no 'Smal'; there is Small"),
+        (specdec.parse_tree, "my.py", "needs a name after a colon; there is wide, Small"),
+        (specdec.parse_tree, "no.py:Small", "there is no file"),
+        (specdec.parse_tree, "torn.py:Small", r"importing it failed: KeyError: 'x' \(torn.py line 2\)"),
+        (specdec.parse_tree, "my.py:number", "is a int: name a class or a function"),
+        (specdec.parse_tree, "my.py:Lenient", r"makes a Lenient: it must make a specdec\.trees\.base\.Tree"),
+        (specdec.parse_tree, "my.py:Bare", "the tree has no method grow"),
+        (specdec.make_verifier, "my.py:wide", r"it must make a specdec\.verify\.walk\.Rule"),
+        (lambda name: specdec.make_verifier(name, shar=1), "my.py:Lenient", "cannot be called as .*'shar'"),
+        (lambda name: load_drafter(name, tiny_target()), "my.py:no_drafter", r"specdec\.contracts\.Drafter"),
+        (lambda name: load_drafter(name, tiny_target()), "my.py:broken", r"making it failed: RuntimeError.*line \d+"),
+    ],
+)
+def test_wrong_parts_are_one_sentence(parts, make, name, message):
+    with pytest.raises(ValueError, match=message) as told:
+        make(f"{parts}/{name}")
+    assert "\n" not in str(told.value)
+
+
+def test_a_tree_that_contradicts_itself_is_refused_before_it_changes_the_text(parts):
+    target = tiny_target()
+    with pytest.raises(ValueError, match="growing a tree failed: the depth of a node must be one more"):
+        specdec.generate(target, [[1, 2]], tiny_drafter(target), tree=f"{parts}/my.py:Flat")
+
+
+def test_a_run_with_own_parts_leaves_a_drafter_that_needs_them(parts, target_path, tmp_path):
+    words = train_words(target_path, parts, tmp_path / "run")
+    mine = [
+        f'drafter="{parts}/my.py:head"',
+        "drafter.init=random",
+        f'objective="{parts}/my.py:Twice"',
+        "objective.steps=3",
+    ]
+    done = run_here(train_main, *words, *mine)
+    assert done.returncode == 0, done.stderr
+    assert load_drafter(tmp_path / "run" / "draft", specdec.load_target(target_path)).taps == (1, 2, 3)
+    again = run_here(train_main, *words, *mine, "resume=true", "trainer.steps=1")
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["drafter=my.py:nothing"], "has no 'nothing'"),
+        (["drafter=my.py:no_vocab"], "no_vocab(target, vocab=...): got an unexpected keyword argument 'vocab'"),
+        (["drafter=my.py:no_default"], "its argument width needs a default"),
+        (["drafter=my.py:head:runs/x"], "give from="),
+        (["drafter=my.py:broken", "drafter.wide=3"], "Could not override 'drafter.wide'"),
+        (["drafter=my.py:no_drafter"], "makes a int: it must make a specdec.contracts.Drafter"),
+        (["drafter=my.py:stubborn"], "makes a drafter that does not learn"),
+        (["drafter=my.py:undecodable"], "decoding with it failed: RuntimeError: no step"),
+        (["objective=my.py:wide"], "it must make a specdec.training.objectives.base.Objective"),
+        (["drafter=my.py:head", "objective=block"], "a first training step failed"),
+    ],
+)
+def test_a_run_is_refused_before_it_begins(parts, target_path, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(parts)
+    assert message in refused(train_main, *train_words(target_path, parts, tmp_path / "run"), *words)
+    assert not (tmp_path / "run" / "draft").exists()
+
+
+def test_entry_points_of_an_installed_package(target_path, tmp_path, monkeypatch):
+    (tmp_path / "pack_1.py").write_text(PARTS)
+    (tmp_path / "pack_1-1.0.dist-info").mkdir()
+    (tmp_path / "pack_1-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: pack_1\nVersion: 1.0\n")
+    points = "[specdec.trees]\nsmall = pack_1:Small\n[specdec.drafters]\npeeking = pack_1:head\n"
+    (tmp_path / "pack_1-1.0.dist-info" / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(specdec.parse_tree("small")).__name__ == "Small"
+    assert load_drafter("peeking", specdec.load_target(target_path)).taps == (1, 2, 3)
+    with pytest.raises(ValueError, match="there is no tree 'smal'"):
+        specdec.parse_tree("smal")
+
+
+def test_names():
+    assert own.split("a b/my.py:create:runs/x:y") == ("a b/my.py:create", "runs/x:y")
+    assert own.split("demo/mtp") == ("demo/mtp", None)
+    assert own.short("../x/my.py:create") == "my.py:create"
+    assert not own.is_own("my.pyx")
+    assert not own.is_own("ngram:suffix")
+    assert Path(own.split("my.py:create:~/x")[1]) == Path("~/x")

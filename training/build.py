@@ -1,0 +1,86 @@
+"""Build the parts of a run from the groups of its configuration."""
+
+import hydra
+import torch
+from hydra.errors import InstantiationException
+from omegaconf import DictConfig, OmegaConf
+
+from specdec import own, registry
+from specdec.contracts import Drafter
+from specdec.drafters.formats.further import family_at
+from specdec.drafters.vocab import DraftVocab, fitting_size, most_frequent
+from specdec.model.target import Target
+from specdec.training.data import Sample, count_tokens
+from specdec.training.objectives.base import Objective
+from specdec.verify.walk import Rule
+
+BASES = {"drafter": Drafter, "objective": Objective, "verifier": Rule}  # what own code must make
+
+
+def instantiate(settings, group: str = "", **extra):
+    """Hydra's `instantiate`, which also takes the user's own code. Whatever the called function raises becomes a
+    ValueError. group: the group of conf/ that the settings are of, if own code can stand there."""
+    named = settings.get("_target_")
+    if group in BASES and (own.is_own(named) or "." not in named):
+        plain = OmegaConf.to_container(settings, resolve=True) if isinstance(settings, DictConfig) else dict(settings)
+        return own.make(plain.pop("_target_"), registry.named(group, named), BASES[group], **plain, **extra)
+    try:
+        return hydra.utils.instantiate(settings, **extra)
+    except InstantiationException as error:
+        raise ValueError(str(error.__cause__ or error)) from None
+
+
+def draft_vocabulary(size: int | str | None, samples: list[Sample], target: Target) -> DraftVocab:
+    """Return the `size` most frequent training tokens; `auto` is `fitting_size`, and null the whole vocabulary."""
+    vocab = target.vocab
+    size = fitting_size(target.config) if size == "auto" else size
+    if size is None or size >= vocab:
+        return DraftVocab(vocab)
+    counts = count_tokens(samples, vocab)
+    chosen = most_frequent(counts, size)
+    print(f"draft vocabulary: {size} of {vocab} tokens cover {counts[chosen.ids].sum() / counts.sum():.2%} of the data")
+    return chosen
+
+
+def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int) -> Drafter:
+    """Build a drafter as a configuration of conf/drafter describes it.
+
+    Raises:
+        ValueError: The settings do not fit the target, or the drafter does not learn.
+    """
+    settings = OmegaConf.to_container(config, resolve=True)
+    vocab = draft_vocabulary(settings.pop("draft_vocab_size", None), samples, target)
+    torch.manual_seed(seed)
+    drafter = instantiate(settings, "drafter", target=target, vocab=vocab)
+    if not drafter.learns:
+        raise ValueError(
+            f"{config._target_} makes a drafter that does not learn: decode with it, or train another, such as "
+            "drafter=eagle3_1"
+        )
+    if drafter.recipe is None:  # a drafter without a published layout is saved with it
+        drafter.recipe = settings | {"_target_": own.short(settings["_target_"])}
+    return drafter
+
+
+def from_checkpoint(words: list[str]) -> list[str]:
+    """The words of a command with the settings that from=CHECKPOINT stands for: the drafter as it was saved, and the
+    objective of its family unless another is given.
+
+    Raises:
+        ValueError: There is no such drafter, it does not learn, or a setting describes another one.
+    """
+    given = [word.partition("=") for word in words]
+    path = next((value.strip("'\"") for name, _, value in given if name == "from"), None)
+    if path in (None, "null"):
+        return words
+    for name, _, value in given:
+        if name.lstrip("+~").partition(".")[0] == "drafter":
+            raise ValueError(f"from={path} takes the drafter as it was saved: leave out {name}={value}")
+    objective = [] if any(name == "objective" for name, _, _ in given) else [f"objective={family_at(path).objective}"]
+    return [*words, "drafter=saved", f"drafter.path={quoted(path)}", *objective]
+
+
+def quoted(text: str) -> str:
+    """A text as the value of a word, whatever signs are in it."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'

@@ -193,8 +193,8 @@ def load_drafter(
     """Load a frozen drafter for `target`, on its device. `requires_grad_(True)` makes it trainable.
 
     Args:
-        path: Folder or hub name of a checkpoint, a language model, a transformers model, `ngram` or `ngram:suffix`; your
-            own code as `my.py:create`, or a checkpoint trained with it as `my.py:create:CHECKPOINT`.
+        path: Folder or hub name of a checkpoint, a language model, a transformers model, `ngram` or `ngram:suffix`.
+            Your own code is `my.py:create`, and a checkpoint trained with it `my.py:create:CHECKPOINT`.
             `drafter.conventions` lists how a checkpoint was read.
         target: The target that the drafter was trained for.
         token_map: File of a token map (FR-Spec) that restricts the proposals.

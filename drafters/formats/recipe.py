@@ -99,8 +99,8 @@ def _creator(named: str, name: str) -> Callable:
     if named.isidentifier() and (part := own.find("drafter", named)) is not None:
         return part
     raise ValueError(
-        f"{name}: the recipe's _target_ must be the function `create` of a file in drafters/, your own FILE.py:NAME or a "
-        f"drafter of an installed package, got {named}"
+        f"{name}: the recipe's _target_ must be the function `create` of a file in drafters/, your own FILE.py:NAME or "
+        f"a drafter of an installed package, got {named}"
     )
 
 

@@ -60,7 +60,7 @@ class BlockForward:
 
     def seen(self, sliding: bool) -> Tensor:
         """[rows, rows] bool: which slots each slot sees in a layer."""
-        ahead = torch.arange(self.rows) - torch.arange(self.rows)[:, None]  # how far the key lies ahead of the query
+        ahead = torch.arange(self.rows) - torch.arange(self.rows)[:, None]  # slots from the query to the key
         seen = ahead <= 0 if (self.sliding_causal if sliding else self.causal) else ahead < self.rows
         return seen & (ahead.abs() < self.window) if sliding and self.window_from == "slot" else seen
 

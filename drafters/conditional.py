@@ -24,7 +24,7 @@ class ConditionalHead(nn.Module):
 
     rank: int  # its width, of most R
     head: LinearMap  # [U,R], with a row for each token of the draft vocabulary
-    candidates = 0  # it chooses among so many tokens, the likeliest by the base logits; 0: among all
+    candidates = 0  # it chooses among so many tokens, the best by the base logits; 0: among all
 
     def settings(self) -> dict[str, int]:
         """What else it is made of, by name."""
@@ -110,7 +110,7 @@ class RecurrentMarkov(Markov):
 
 class Domino(ConditionalHead):
     """Domino's residual: a GRU reads the embeddings of the tokens up to a slot, and a narrow MLP sees its state and the
-    slot (arXiv 2605.29707). The state is carried along the path, where the authors' code reads the block anew."""
+    slot (arXiv 2605.29707). The state is carried along the path, where the authors' code reads the block again."""
 
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, state: int = 1024, prefix: int = 1):
         """state: width of the GRU. prefix: so many of the first slots that draft keep their base logits."""
@@ -141,7 +141,7 @@ class Domino(ConditionalHead):
 
 
 class Selector(ConditionalHead):
-    """DFlash2's path selector: of a slot's likeliest tokens by the base logits each is scored with the token before it
+    """DFlash2's path selector: each of a slot's best tokens by the base logits is scored with the token before it
     and with the slot, by the product of three narrow vectors. No other token is proposed."""
 
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, candidates: int = 16):
@@ -176,7 +176,7 @@ class Selector(ConditionalHead):
 
 
 class AmongBest(SumHead):
-    """The sum for the tokens that are likeliest by the first head's logits, and nothing else."""
+    """The sum for the best tokens by the first head's logits, and nothing else."""
 
     def __init__(self, candidates: int, *heads: LinearMap):
         super().__init__(*heads)

@@ -131,7 +131,7 @@ class BlockDrafter(CachedDrafter):
         return state
 
     def _kept(self, first: DraftState) -> Tensor:
-        """[B]: how many slots come before the first one that is not confident, along the likeliest tokens."""
+        """[B]: number of slots before the first one that is not confident, along the most likely tokens."""
         tokens, _ = self.chain(first, self.block, LIKELIEST)
         return (self.confidences(first, tokens).sigmoid() >= self.cut).cumprod(1).sum(1)
 

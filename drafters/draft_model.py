@@ -72,7 +72,7 @@ class DraftModel(Drafter):
         return self._state(logits)
 
     def _state(self, logits: Tensor) -> DraftState:
-        nothing = logits.new_empty(*logits.shape[:2], 0)  # all that is remembered lies in the cache
+        nothing = logits.new_empty(*logits.shape[:2], 0)  # the whole state is in the cache
         return DraftState(nothing, self.vocab.select(logits[..., : self.vocab.target_size]))
 
     def _known(self, tokens: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ class Eagle3Forward:
 
     tap_norms: a norm for each tap before `fc` (EAGLE-3.1, `fc_norm`). input_norm: one norm over all of them together
     (speculators, `norm_before_fc`). residual_norm: the residual starts from the normed hidden state (speculators,
-    `norm_before_residual`). feedback: what is fed back is the hidden state before or after the final norm, 'pre' or
-    'post' (`norm_output` as speculators and vLLM read it). head_norm: the final norm stands before the head
+    `norm_before_residual`). feedback: the fed-back hidden state is that before or after the final norm, 'pre' or
+    'post' (`norm_output` as speculators and vLLM read it). head_norm: the final norm comes before the head
     (`norm_output` as SpecForge reads it). qkv_bias: ModelOpt, with `attention_bias`. qk_norm: speculators with a
     Qwen3 layer.
     """

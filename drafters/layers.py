@@ -158,8 +158,8 @@ class CachedDrafter(Drafter):
 
 
 def restrict(drafter: Drafter, ids: Tensor) -> None:
-    """FR-Spec (arXiv 2502.14856): let a drafter with heads propose only these target tokens [U'], in this order; of
-    those that it does not know, none. What is verified, and emitted, does not change."""
+    """FR-Spec (arXiv 2502.14856): let a drafter with heads propose only these target tokens [U'], in this order.
+    Unknown ones are left out. Verification and emitted tokens do not change."""
     old, heads = drafter.vocab, drafter.heads_in_use()
     if not heads:
         raise ValueError(f"{type(drafter).__name__} has no head that a token map could cut")

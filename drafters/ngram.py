@@ -1,6 +1,6 @@
 """Drafts from the text itself: what followed the last time these words were written.
 
-Nothing is learnt. A position is remembered by its matches with the committed text, prompt and output: lengths[j] is the
+Nothing is trained. A position's state is its matches with the committed text, prompt and output: lengths[j] is the
 length of the longest common suffix of the position's text and of the committed text up to token j. One more token x
 gives lengths'[j] = lengths[j-1] + 1 where token j is x, and 0 elsewhere, which is what a suffix automaton keeps track
 of, for all places at once. The tokens that followed the matches are the candidates.
@@ -111,7 +111,7 @@ class NGram(Drafter):
         if reach is not None and reach < 1:
             raise ValueError(f"reach must be at least 1, or null for whole trees, got {reach}")
         self.vocab, self.mode, self.max_ngram, self.min_ngram, self.reach = vocab, mode, max_ngram, min_ngram, reach
-        self.memory: Tensor | None = None  # [R,S] committed tokens, made when the first row tells the device
+        self.memory: Tensor | None = None  # [R,S] committed tokens, made for the first row, whose device is then known
 
     def reset(self, rows: int, slots: int) -> None:
         self.memory, self.sizes = None, (rows, slots + 1)
@@ -182,7 +182,7 @@ class NGram(Drafter):
         return longest.clip(0, 1) * ALL if self.reach is None else (longest - 1).clip(0) * self.reach
 
     def _matches(self, text: Tensor, lens: Tensor, places: int) -> Tensor:
-        """How many of a row's last `max_ngram` tokens stand at each place that a token follows, [B,1,places]."""
+        """How many of a row's last `max_ngram` tokens precede each place that a token follows, [B,1,places]."""
         m = self.max_ngram
         # A window that begins before the text is filled with -1, which equals no token: no match leaves the text.
         windows = F.pad(text[:, :places], (m - 1, 0), value=-1).unfold(1, m, 1)

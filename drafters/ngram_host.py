@@ -1,4 +1,4 @@
-"""The n-gram drafter for one row whose tokens lie on the host, as numpy arrays.
+"""The n-gram drafter for one row whose tokens are on the host, as numpy arrays.
 
 It gives what the operators of `drafters.ngram` give, in a fraction of their time: a row has a few matches, and not one
 for each place and token. There it says what is computed.
@@ -14,7 +14,7 @@ Array = np.ndarray
 
 
 def match_lengths(text: Array, most: int) -> Array:
-    """How many of the last `most` tokens of text [n] stand at each place but the last: [n-1]."""
+    """How many of the last `most` tokens of text [n] end at each place but the last: [n-1]."""
     lengths = np.zeros(len(text) - 1, dtype=np.int32)
     places, count = np.flatnonzero(text[:-1] == text[-1]), 0
     while len(places) and count < most:

@@ -34,7 +34,7 @@ class ParallelDrafter(CachedDrafter):
     """A subclass says what its layers take of a row (`real`, `masked`), and what they make of it (`run`)."""
 
     recompute = False
-    earliest = 1  # a block is learnt after tokens from this place of a document on: the first with a feature before it
+    earliest = 1  # first place of a document after which a block is trained: the first with a feature before it
 
     def set_block(self, block: int) -> None:
         """Let it draft so many tokens. Raises ValueError for fewer than two, which need no mask row."""

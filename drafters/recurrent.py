@@ -72,7 +72,7 @@ class RecurrentDrafter(CachedDrafter):
         index: which of the drafter's layers, always 0 for a drafter of one."""
 
     def readout(self, hidden: Tensor, index: int) -> Tensor:
-        """Hidden output of layer `index` -> what the head reads, [B,n,H]; the same unless a norm stands between."""
+        """Hidden output of layer `index` -> the head's input, [B,n,H]; the same unless there is a norm between."""
         return hidden
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ class UnrolledAttention:
 def recomputed(
     layer: Callable, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: UnrolledAttention, index: int
 ) -> Tensor:
-    """`layer` whose activations are computed anew in the backward pass, but for its own key and value."""
+    """`layer` whose activations are recomputed in the backward pass, but for its own key and value."""
 
     def run(embeds: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         again = copy(earlier)  # this runs twice, and must leave no trace

@@ -67,7 +67,7 @@ class BlockAttend:
 
 @dataclass
 class Blocks:
-    """A blocks of each of B texts, of W slots that draft, where the text's own tokens stand for those drafted."""
+    """A blocks of each of B texts, of W slots that draft. The text's own tokens replace the drafted ones."""
 
     readout: Tensor  # [B,A,W,R] what the head reads
     head: LinearMap | SumHead

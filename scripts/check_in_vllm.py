@@ -55,7 +55,7 @@ METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A drafter, its export, and what `Family.vllm` says of it."""
+    """A drafter, its export, and the result of `Family.vllm`."""
 
     name: str
     drafter: Path

@@ -1,6 +1,6 @@
 """What every script imports first, so that it runs from any folder, with this checkout installed or not.
 
-Imports of a script, and of the Python processes that it starts, find the packages of the checkout that it lies in.
+Imports of a script, and of the Python processes that it starts, find the packages of its own checkout.
 """
 
 import os

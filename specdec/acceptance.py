@@ -71,8 +71,8 @@ class AlongTexts:
     def tau(self, paths: Sequence[Sequence[int]], batch: int = 1) -> float:
         """Tokens a round of the static tree of these paths of ranks, had it drafted along the answers.
 
-        batch: of so many answers of one length that are decoded together. Rounds go on until the slowest of them has
-        ended, so it is the mean over all choices of answers that counts, of the most rounds a token of any."""
+        batch: number of answers of equal length that are decoded together. The batch runs until its slowest answer has
+        ended, so the largest number of rounds per token counts, averaged over all choices of answers."""
         nodes = {"".join(DIGITS[rank] for rank in path) for path in paths}
 
         def accepted(word: str) -> int:

@@ -54,7 +54,7 @@ class Generation:
     verifier: Verifier | None  # None without a drafter
 
     def __repr__(self) -> str:
-        """Texts and counts: a row holds every token, which nobody wants to see in a notebook."""
+        """Texts and counts, without the rows: they hold every token, too much for a notebook."""
         return f"Generation({self.num_tokens} tokens in {self.rounds} rounds, tau {self.tau:.2f}, text={self.text!r})"
 
     @property

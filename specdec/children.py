@@ -1,4 +1,4 @@
-"""Which children of a node a tree takes: the likeliest, the likeliest given the noise, or drawn ones.
+"""Which children of a node a tree takes: the most likely ones, the most likely given the noise, or drawn ones.
 
 Above temperature 0 the target's token is the v with the largest log p(v) + G(v) (`sampling.noise`), and the rule
 `match` asks whether it was drafted. A drafter that sees the same noise G proposes the v with the largest log q(v) +
@@ -43,7 +43,7 @@ def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) 
 
 
 class Likeliest:
-    """The drafter's likeliest tokens, without temperature, filters or noise."""
+    """The drafter's most likely tokens, without temperature, filters or noise."""
 
     drawn = False
 
@@ -55,7 +55,7 @@ LIKELIEST = Likeliest()
 
 
 class Coupled:
-    """The drafter's tokens that the target is likeliest to draw, given the noise that it draws by.
+    """The drafter's tokens that the target is most likely to draw, given the noise that it draws by.
 
     The best have the largest s = trust * log q + G, q at the target's temperature and not filtered. `log softmax(s)`
     estimates what a child's log-probability is given the noise: it would be exact if log p - trust * log q were Gumbel
@@ -87,7 +87,7 @@ class Drawn:
     drawn = True
 
     def __init__(self, noise: RoundNoise | None, sampling: Sampling | SamplingBatch):
-        """noise None: temperature 0, at which the likeliest are drawn."""
+        """noise None: temperature 0, at which the most likely tokens are drawn."""
         self.noise, self.sampling = noise, sampling
 
     def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:

@@ -29,13 +29,13 @@ class DraftState:
     hidden: Tensor  # [B,W,any] what the drafter keeps of each position; a tree policy hands it back to `step`
     readout: Tensor  # [B,W,H] what the head reads; the logits themselves [B,W,U] if there is no head
     head: LinearMap | None = None  # [U,H]
-    # [B] of the state that a tree grows from: how many levels the drafter has something to propose for, 0 for nothing,
-    # as it tells from the text alone. None: for as many as the tree has.
+    # [B] of the state that a tree grows from: the number of levels with proposals, 0 for none, which follows from the
+    # text alone. None: all levels of the tree.
     levels: Tensor | None = None
 
     @property
     def logits(self) -> Tensor:
-        """[B,W,U], made anew each time."""
+        """[B,W,U], computed at each access."""
         return self.readout if self.head is None else self.head(self.readout)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ class Children(Protocol):
 
     def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
         """logits [B,W,U] -> the probabilities [B,W,U] that children are drawn from, and `count` draft ids, in order,
-        without replacement. The likeliest other tokens follow where probability is left for fewer."""
+        without replacement. If fewer have a probability above 0, the most likely other tokens follow."""
 
 
 class Drafter(nn.Module):
@@ -129,14 +129,15 @@ class Drafter(nn.Module):
     # Weight of log q where a tree knows the noise that the target draws by (`specdec.children`): 1 if log q is as close
     # to the target's log p in its tails as at its peak, less where q is sharper.
     trust: float = 0.8
-    # [B,T] for the next `unroll`: rows hold several texts, equal numbers stand together, none may see another.
+    # [B,T] for the next `unroll`: rows hold several texts. Tokens of one text have equal numbers; texts do not see
+    # each other.
     documents: Tensor | None = None  # None: one text each
     first_tokens: Tensor | None = None  # [B] for the next `unroll`: token 0 of each row, which it does not bring
     tap_width: int | None = None  # the target's hidden size, where it is not `shape.hidden`
-    switches: object = ""  # in which drafters of one class differ; `str` tells two apart
+    switches: object = ""  # the settings in which drafters of one class differ; `str` distinguishes them
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
     acceptance: Acceptance | None = None  # what its `acceptance.json` says
-    recipe: Mapping[str, object] | None = None  # what makes this drafter anew (`specdec.drafters.formats.recipe`)
+    recipe: Mapping[str, object] | None = None  # how to make this drafter again (`specdec.drafters.formats.recipe`)
 
     def deepest(self, steps: int) -> int:
         """`steps`, or how many tokens it can guess ahead if those are fewer."""
@@ -185,7 +186,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def root(self, first: DraftState) -> DraftState:
-        """Of the state that `extend` gave, the part that tells the root's children (W = 1)."""
+        """Return the part of `extend`'s state that gives the root's children (W = 1)."""
         return first if self.block is None else first.slot(0, 1)
 
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
@@ -216,7 +217,7 @@ class Drafter(nn.Module):
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
         position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
-        j > 0 nobody reads the rows that `needed` [B,T] leaves out."""
+        j > 0 the rows that `needed` [B,T] leaves out are not used."""
         raise ValueError(f"{type(self).__name__} has nothing to learn")
 
 
@@ -225,8 +226,8 @@ class TreePolicy(Protocol):
     steps: int  # D
     topk: int  # the most children a node can have
     samples: bool  # children can be drawn from the drafter's distribution; the tree then says which (DraftTree.q)
-    # Asks for a block whose slots do not depend on each other's tokens, and calls no `expand`. Then it has `within`,
-    # the tree over a block of so many slots.
+    # The tree needs a block whose slots do not depend on each other's tokens, and calls no `expand`. Then it has
+    # `within`, the tree over a block of so many slots.
     marginals: bool
 
     def shallower(self, steps: int) -> "TreePolicy":

@@ -12,7 +12,7 @@ PRECISIONS = ("highest", "high", "medium")
 
 
 def processor() -> str:
-    """The processor's name as Linux tells it; elsewhere what Python knows."""
+    """Return the processor's name from Linux, elsewhere from Python."""
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 
 
@@ -22,7 +22,7 @@ def features() -> str:
 
 
 def _cpuinfo(name: str) -> str:
-    """What Linux says of the first processor; empty elsewhere."""
+    """Return a field of /proc/cpuinfo for the first processor; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n")
     except OSError:

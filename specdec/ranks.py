@@ -1,7 +1,7 @@
-"""The processes that a launcher such as torchrun has started: which one this is, what they agree on, who speaks.
+"""The processes that a launcher such as torchrun has started: their numbers, agreement between them, and output.
 
-Processes that share one target compute the same thing. So only number 0 prints and writes, and of an error only the
-first to meet it tells.
+Processes that share one target compute the same thing. So only number 0 prints and writes, and only the first process
+that meets an error reports it.
 """
 
 import argparse

@@ -89,7 +89,7 @@ class Recording:
         ranks [R,D]           children before the text's token, the text fed back; NOWHERE: no child
         levels [R]            `DraftState.levels`; absent: the drafter always has something to propose
         dynamic.W [R,D,D]     of dynamic trees of 1, 2, ... levels and so many children: by depth the rank of the text's
-                              node among all candidates, the root not counted; NOWHERE: it is none of them
+                              node among all candidates except the root; NOWHERE if it is no candidate
         slots.gains, .tokens  [R,D,W] of a block whose slots do not depend on each other's tokens: the best of each
     """
 

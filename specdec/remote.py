@@ -58,7 +58,7 @@ class Remote:
         self.version = self._version()
 
     def _version(self) -> str:
-        """What the server says of itself: vLLM, SGLang and specdec each have a place for it."""
+        """Return the server's version, from the field that vLLM, SGLang or specdec has for it."""
         for path in ("/version", "/get_server_info"):
             try:
                 return str(self._ask(path, retries=0).get("version", "unknown"))
@@ -74,7 +74,7 @@ class Remote:
         seed: int | None = None,
         logprobs: int | None = None,
     ) -> Completion:
-        """Continue token ids. seed: of draws. logprobs: 0 for those of the emitted tokens, k for the k likeliest too.
+        """Continue token ids. seed: of draws. logprobs: 0 for those of the emitted tokens, k for the k most likely too.
 
         Raises ValueError with the server's own words if it refuses, or has failed every time."""
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_new_tokens}
@@ -125,7 +125,7 @@ class Refused(ValueError):
 
 
 def settings_of(sampling: Sampling) -> dict[str, Any]:
-    """The fields of a request: those that are not off. The temperature always, as servers have another default."""
+    """Return the fields of a request: settings that are on, and the temperature, as servers' defaults differ."""
     asked = {f.name: getattr(sampling, f.name) for f in fields(Sampling) if f.name in sampling.active}
     return {"temperature": sampling.temperature} | asked
 

@@ -46,8 +46,8 @@ class Verdict:
 
 
 class Survivors:
-    """Rows of a batch that go on when the others have ended. The last of them take the places of those that ended, and
-    no other row moves: where many rows are served, one that ends costs the move of one."""
+    """The rows of a batch that continue when others end. The last of them take the places of the ended ones, so
+    dropping one row of many costs the move of one."""
 
     def __init__(self, ended: Sequence[bool], device: torch.device):
         """ended: of every row."""
@@ -61,14 +61,14 @@ class Survivors:
         self.index = torch.tensor(self.rows, dtype=torch.int64, device=device)  # [B'] the same
 
     def of(self, items: list) -> list:
-        """Of a list with an item for every row, those of the rows that go on."""
+        """Select from a list with an item for every row those of the surviving rows."""
         return [items[row] for row in self.rows]
 
 
 # Of the settings of `Sampling`: penalties change logits before the temperature, filters drop tokens after it.
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 FILTERS = ("top_k", "top_p", "min_p")
-# Of temperatures above 0 the least: divided by less, logits overflow, and of those that are infinite none is largest.
+# The smallest temperature above 0: divided by less, logits overflow, and infinite ones have no largest.
 COLDEST = 1e-20
 
 
@@ -101,7 +101,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
-        if 0 < self.temperature < COLDEST:  # the same law: at both it is the likeliest token, or one of equals
+        if 0 < self.temperature < COLDEST:  # the same law: at both it is the most likely token, or one of equals
             object.__setattr__(self, "temperature", COLDEST)
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
@@ -133,7 +133,7 @@ class Sampling:
 
 
 class SamplingBatch:
-    """The `Sampling` of each row of a batch whose rows differ. `sampling.filters` takes it in the place of a `Sampling`
+    """The `Sampling` of each row of a batch whose rows differ. `sampling.filters` accepts it in place of a `Sampling`
     for logits [B, ..., V]."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
@@ -159,8 +159,8 @@ class Verifier(Protocol):
     lossless: bool  # the output is distributed as the target's own
     needs_q: bool  # works on trees of policies that sample only
     chains_only: bool
-    likeliest_only: bool  # at temperature 0 it asks of logits for the likeliest tokens, and for no probabilities
-    couples: bool  # emits what the target draws at each node by the row's noise, so that drafts may know that noise
+    likeliest_only: bool  # at temperature 0 it needs the most likely tokens of logits, and no probabilities
+    couples: bool  # emits the target's draws by the row's noise at each node, so drafts may use that noise
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: Any | None

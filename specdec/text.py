@@ -16,7 +16,7 @@ from specdec.model.target import Target
 from specdec.threads import Call, Made
 from specdec.vocabulary import vocabulary_of
 
-# Who speaks, in OpenAI's messages and in ShareGPT's conversations -> OpenAI's word for it.
+# Roles in OpenAI's messages and in ShareGPT's conversations -> OpenAI's name.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
          "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -170,8 +170,8 @@ def _first_asked(messages: object) -> object:
 
 
 class TextStream:
-    """Token ids -> text as it becomes final: a character whose bytes are not all there yet is held back, and so is what
-    may be the beginning of a stop string. The text ends before the first stop string in it; then `stopped` is true."""
+    """Token ids -> text as it becomes final. Incomplete characters are held back, and so is text that may begin a stop
+    string. The text ends before the first stop string in it; then `stopped` is true."""
 
     def __init__(self, tokenizer, stops: Sequence[str] = ()):
         self.tokenizer, self.stops = tokenizer, stops

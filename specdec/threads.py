@@ -41,7 +41,7 @@ class Call(threading.Thread, Generic[Made]):
     def __init__(self, function: Callable[..., Made], *args, **how) -> None:
         super().__init__(daemon=True)
         self.future = Future[Made]()
-        self.future.set_running_or_notify_cancel()  # nobody can take it back
+        self.future.set_running_or_notify_cancel()  # it cannot be cancelled
         self.call = lambda: function(*args, **how)
         self.over = False
         self.start()

@@ -1,4 +1,4 @@
-"""The best tree over a block of guesses, of which each level has the same ones whatever stands above it."""
+"""The best tree over a block of guesses. A level has the same guesses for every node of the level above."""
 
 import math
 from dataclasses import dataclass
@@ -78,7 +78,7 @@ class BlockTree(Tree):
         for level, size in enumerate(self.sizes):
             prefix, rank = self.pairs[level].unbind(1)
             every = scores.index_select(1, prefix) + gains[:, level].index_select(1, rank)
-            # Where a path stands among all of its level if they are sorted by ranks.
+            # The place of a path among all of its level, sorted by ranks.
             place = order.index_select(1, prefix) * self.topk + rank
             chosen = place.argsort(1)
             by_score = every.gather(1, chosen).argsort(dim=1, descending=True, stable=True)
@@ -89,7 +89,7 @@ class BlockTree(Tree):
         return Pool(*(torch.cat(parts, 1) for parts in zip(*levels, strict=True)))
 
     def replay(self, recording: Recording) -> Accepted:
-        """The tree is made anew by its own code, at all roots side by side."""
+        """Grow the tree by its own code, at all roots at once."""
         if self.steps > recording.steps == recording.block:
             return self.within(recording.steps).replay(recording)
         drafts = recording.levels(self.steps) > 0

@@ -60,14 +60,14 @@ def record(
 ) -> Recording:
     """Draft after every token of texts of the target.
 
-    Drafted is the text itself: chains, static trees and `acceptance.json` need no more. With `topks` all candidates of
-    `steps` levels for each of them are drafted too, and of a block whose slots do not depend on each other's tokens the
-    best of each slot, as many as the largest of `topks`.
+    The drafter drafts along the text itself, as chains, static trees and `acceptance.json` need. With `topks` it also
+    drafts all candidates of `steps` levels for each of them, and for a block whose slots do not depend on each other's
+    tokens the best tokens of each slot, as many as the largest of `topks`.
 
     Args:
-        sampling: By which the texts were drawn.
-        children: Which children above temperature 0, coupled or likeliest; coupled ones depend on the seeds that the
-            texts were drawn by.
+        sampling: The settings of the texts' draws.
+        children: Which children above temperature 0, coupled or likeliest; coupled ones depend on the seeds of the
+            texts' draws.
         batch: Pieces of texts that run at once.
 
     Raises:
@@ -140,7 +140,7 @@ class _Drafting:
     texts: Sequence[Text]
     steps: int
     sampling: Sampling
-    coupled: bool  # children are, by the seeds of the texts; else they are the likeliest
+    coupled: bool  # children are coupled, by the seeds of the texts; else they are the most likely ones
     topks: Sequence[int]  # of pools; without any only ranks are recorded
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class _Drafting:
     def _draft(self, pieces: Sequence[_Piece]) -> None:
         """Draft at all roots of the pieces: a row for each piece, one root after the other.
 
-        The drafter absorbs the text as in decoding whose rounds emit one token each."""
+        The drafter absorbs the text as in decoding with one token per round."""
         texts = [self.texts[piece.text] for piece in pieces]
         rows = [text.prompt + text.tokens + text.beyond for text in texts]
         longest = max(len(text.prompt) + len(text.tokens) for text in texts) + self.steps

@@ -30,7 +30,7 @@ from specdec.trees.dynamic import NODES, DynamicTree
 from specdec.trees.sampled import SampledTree
 from specdec.trees.static import StaticTree
 
-TOPK, STEPS = DynamicTree.topk, DynamicTree.steps  # where nothing else is said
+TOPK, STEPS = DynamicTree.topk, DynamicTree.steps  # the defaults
 AUTO = "auto"  # of `TreeSettings`: the tree that is fastest here
 
 
@@ -104,7 +104,7 @@ def grid(
     topk: int | Iterable[int], steps: int | Iterable[int], num_draft_tokens: int | Iterable[int], block: bool = False
 ) -> list[str]:
     """Return the texts of every combination, in order and once, with those that cannot be built. A chain (topk 1) has
-    steps + 1 nodes, whatever num_draft_tokens says. block: other trees are those over a block. Raises ValueError for
+    steps + 1 nodes, for any num_draft_tokens. block: other trees are those over a block. Raises ValueError for
     what is no positive whole number."""
     axes = [_numbers(name, axis) for name, axis in zip(WORDS, (topk, steps, num_draft_tokens), strict=True)]
     kind = "block " if block else ""
@@ -118,7 +118,7 @@ def _option(text: str, default: object = None, **flag) -> Any:
 
 @dataclass(frozen=True)
 class TreeSettings:
-    """A tree as command lines and settings files name it: what is None is left out."""
+    """A tree as command lines and settings files name it. Fields that are None are left out."""
 
     steps: int | None = _option(f"levels (default {STEPS})")
     topk: int | None = _option(f"nodes expanded on a level, children of each (default {TOPK}); 1: a chain")

@@ -22,9 +22,9 @@ RankPath = tuple[int, ...]
 class Level(NamedTuple):
     """One level of the tree; its W expanded nodes are, if fewer have children, the first of them again and again."""
 
-    nodes: Tensor  # [n] where the level's nodes stand among the children of the W nodes of the level above
+    nodes: Tensor  # [n] places of the level's nodes among the children of the W nodes of the level above
     inner: Tensor  # [W] which of the nodes are expanded
-    parents: Tensor  # [W] where their parents stand among the expanded nodes of the level above
+    parents: Tensor  # [W] places of their parents among the expanded nodes of the level above
     ancestors: Tensor  # [1, W, level * W] bool, as `Drafter.step` wants them
 
 
@@ -190,7 +190,7 @@ def _levels(paths: list[RankPath], counts: Sequence[int]) -> list[Level]:
 
 def _ancestors(expanded: list[list[RankPath]]) -> Tensor:
     """Expanded paths of levels 1..l -> [1, W, l*W]: each node of level l descends from one of every level, and is its
-    own even where it stands for another."""
+    own ancestor even if it repeats another node."""
     *above, here = expanded
     places = [[level.index(path[: depth + 1]) for depth, level in enumerate(above)] for path in here]
     own = torch.arange(len(here))

@@ -1,7 +1,7 @@
 """What a layout and a family are, and the parts that several of them share.
 
 A *family* (EAGLE-3, EAGLE-1/2, ...) is one forward. A *layout* is one way to spell its checkpoints. Reading removes the
-spelling: a `Meaning`, whose fields mean one thing each, and the tensors under the family's published names remain.
+layout: a `Meaning`, whose fields mean one thing each, and the tensors under the family's published names remain.
 Building a drafter, describing a checkpoint, writing another layout and trying another reading all start from these two,
 so every convention is interpreted in one place.
 """
@@ -113,8 +113,8 @@ class Reading:
 class Family:
     """One forward of a drafter, and what can be done with its checkpoints once their spelling is gone.
 
-    A family is a subclass, of which `FAMILIES` has one instance. It says how a drafter is made (`make`), where its
-    tensors lie (`parameters`), what is in force (`describe`), and what of the rest differs from what stands here. All
+    A family is a subclass, of which `FAMILIES` has one instance. It defines how a drafter is made (`make`), where its
+    tensors go (`parameters`), which conventions are in force (`describe`), and what else differs from this class. All
     tensors are under the family's published names."""
 
     title: str
@@ -125,7 +125,7 @@ class Family:
     servers: Mapping[str, str] = MappingProxyType({})  # server -> the name of the layout that it loads
     optional: tuple[str, ...] = ()  # tensors that may be there in addition to those of `parameters`
     reads: int = 1  # hidden states, where the number is always the same; 0 if none can be chosen
-    knows_tensors: bool = True  # False: `expected` cannot tell which tensors ought to be there
+    knows_tensors: bool = True  # False: `expected` does not list the tensors
     objective: str = "recipe"  # of conf/objective, which trains its checkpoints further
     method: str = ""  # vLLM's name of the method
     algorithm: str | None = None  # SGLang's name of the algorithm
@@ -135,7 +135,7 @@ class Family:
         raise NotImplementedError
 
     def parameters(self, drafter: Any) -> dict[str, Place]:
-        """Published tensor names -> where their rows lie in our modules."""
+        """Published tensor names -> their rows in our modules."""
         raise NotImplementedError
 
     def taps(self, meaning: Any, layers: int) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class Family:
         return DraftVocab(meaning.vocab, read_ids(tensors))
 
     def embedding(self, meaning: Any, tensors: Tensors, target: Any) -> Tensor:
-        """What stands for the target's embedding [V,H]."""
+        """Return the embedding [V,H] that the drafter uses, by default the target's."""
         return target.embed.weight
 
     def check_sizes(self, meaning: Any, target: Any, name: str) -> None:

@@ -149,7 +149,7 @@ class _Trial:
         return Outcome(reading, None, followed, drafter.taps, *tau_of(followed.rounds()))
 
     def round(self, start: Outcome, rivals: list[Taps]) -> tuple[list[Outcome], int, list[Taps]]:
-        """`start` and all other readings, judged against it, how many taps were searched, and those that look best.
+        """Return `start` and all other readings, compared with it, the number of searched taps, and the best ones.
 
         rivals: the taps that looked best when those of `start` were found; with them there is no new search."""
         meaning, tensors = start.reading.meaning, start.reading.tensors
@@ -193,7 +193,7 @@ def judge(other: Outcome, start: Outcome, tests: int) -> None:
     """Say whether another reading is better or worse than `start` (one-sided paired z-tests over the positions).
 
     Each token is judged from up to `steps` positions, whose results are not independent. They count as one, so z is
-    divided by the root of `steps`. tests: by how many the level is divided."""
+    divided by the root of `steps`. tests: the number of tests by which the level is divided."""
     if other.followed is None:
         return
     if start.followed is None:

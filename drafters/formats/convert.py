@@ -88,7 +88,7 @@ def layout_for(server: str, family: Family) -> Layout:
 
 
 def without_a_form(drafter: Drafter, target) -> dict[str, str]:
-    """Server -> why it could not load this drafter, for those that could not. Nothing is computed or copied."""
+    """Server -> why it could not load this drafter, for each that could not. Nothing is computed or copied."""
     facts, family, reasons = facts_of(target), family_of(drafter), {}
     facts = dataclasses.replace(facts, part=lambda name, part=facts.part: part(name).to("meta"))
     meaning, tensors = family.dismantle(drafter, target)

@@ -1,8 +1,8 @@
 """DFlash and its family: what their checkpoints mean, and the layouts of z-lab and SpecForge, and of DeepSpec.
 
 Traps: `target_layer_ids` count layers by their outputs, one less than indices into hidden_states. DeepSpec's "DFlash"
-is aligned as DSpark: slot k tells the token p+k+1, and all slots draft. Its files carry copies of the target's frozen
-embeddings and head. The files of z-lab and SpecForge have neither.
+is aligned as DSpark: slot k predicts the token p+k+1, and all slots draft. Its files carry copies of the target's
+frozen embeddings and head. The files of z-lab and SpecForge have neither.
 """
 
 import dataclasses
@@ -53,8 +53,8 @@ def meaning_of(
     config: dict, layer: dict, tensors: Tensors, name: str, taps: tuple[int, ...], switches: dict, windowed: dict
 ) -> tuple[BlockMeaning, Tensors]:
     """The meaning by the fields on which all layouts agree. layer: the config of the layers; switches: fields of
-    `BlockForward`; windowed: those that count if a layer has a window. What the tensors show is read from them, and not
-    from the config. Copies of the target's are left out."""
+    `BlockForward`; windowed: those that count if a layer has a window. What the tensors determine is read from them,
+    not from the config. Copies of the target's are left out."""
     angelspec = any(key.startswith(("layer_fusion_weights", "hidden_correction.")) for key in tensors)
     if angelspec or layer.get("model_arch") in ("dflare", "dfly"):
         supported = "DFlash, DFlash2, DSpark, Domino and JetSpec"
@@ -90,7 +90,7 @@ def meaning_of(
 
 
 def conditional_of(config: dict, shape: DraftShape, tensors: Tensors, name: str) -> dict:
-    """The fields of `BlockMeaning` that tell the conditional head; empty without one."""
+    """The fields of `BlockMeaning` for the conditional head; empty without one."""
     if (markov := tensors.get("markov_head.markov_w1.weight")) is not None:
         kind = config.get("markov_head_type", "vanilla")
         if not isinstance(kind, str) or kind not in MARKOV:
@@ -225,10 +225,10 @@ class BlockFamily(Family):
         }
 
     def readings(self, meaning: BlockMeaning, tensors: Tensors, target) -> list[Reading]:
-        """Which token a slot tells, what slots see, the rope."""
+        """Other tokens that a slot predicts, other visible slots, other ropes."""
         how, replace = meaning.forward, dataclasses.replace
         label = "p+k" if how.label == "p+k+1" else "p+k+1"
-        out = [Reading(f"slot k tells token {label}", replace(meaning, forward=replace(how, label=label)), tensors)]
+        out = [Reading(f"slot k predicts token {label}", replace(meaning, forward=replace(how, label=label)), tensors)]
         causal = replace(how, causal=not how.causal)
         words = "a slot sees no later one" if causal.causal else "all slots see each other"
         out.append(Reading(words, replace(meaning, forward=causal), tensors))

@@ -8,7 +8,7 @@ Servers get these layouts. They share their target's embedding.
 
 vLLM 0.32: DFlash in z-lab's layout, or, for a part of the vocabulary, in that of `speculators`; DSpark in DeepSpec's.
 Traps: a `speculators` config whose `sliding_window_non_causal` is false makes every layer causal there, those without a
-window too. z-lab's `is_causal` speaks of all layers as well. The last hidden state is the one before the final norm.
+window too. z-lab's `is_causal` applies to all layers as well. The last hidden state is the one before the final norm.
 
 SGLang 0.5.23: DSpark in DeepSpec's layout, the others in z-lab's. Traps: the class is chosen by `architectures` alone,
 and DSpark's reads `markov_rank` at the top of the config. A target gives the inputs of its layers, so it has no last
@@ -97,7 +97,7 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
     check_form(meaning, heads=tuple(MARKOV.values()))
     if how.label != "p+k+1" or how.causal or any(how.sliding) or how.convolution:
         raise ValueError(
-            "this layout is for blocks whose slot k tells token p+k+1, without windows, causal slots and convolutions"
+            "this layout is for blocks whose slot k predicts token p+k+1, without windows, causal slots and convolutions"
         )
     if target is None:
         raise ValueError("this layout holds the target's embeddings and head: give --target to copy them")

@@ -20,7 +20,7 @@ CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
 def parameters(drafter: BlockDrafter) -> dict[str, Place]:
-    """Published tensor names -> where their rows lie in our modules."""
+    """Published tensor names -> their rows in our modules."""
     out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
     for i, layer in enumerate(drafter.layers):
         out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")

@@ -32,7 +32,7 @@ class Eagle3Meaning(Meaning):
 
     shape: DraftShape
     vocab: int  # the target's tokens
-    draft_vocab: int  # those that the head proposes
+    draft_vocab: int  # tokens that the head proposes
     tap_width: int  # the target's hidden size
     forward: Eagle3Forward
     taps: tuple[int, ...] | None = None  # indices into hidden_states; None for the published default
@@ -45,7 +45,7 @@ class Eagle3Meaning(Meaning):
 
 
 def parameters(drafter: Eagle3) -> dict[str, Place]:
-    """Published tensor names -> where their rows lie in our modules."""
+    """Published tensor names -> their rows in our modules."""
     out = (
         whole(drafter.fc, "fc")
         | whole(drafter.norm, "norm")

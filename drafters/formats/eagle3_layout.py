@@ -114,7 +114,7 @@ def _written(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | Non
 
 
 def flag_fields(how: Eagle3Forward) -> dict:
-    """The fields of other trainers. Those that are off are left out, as in the published configs, but for
+    """The fields of other trainers. Fields that are off are left out, as in the published configs, but for
     `norm_before_residual`, which some readers take for true where it is absent."""
     flags = {"fc_norm": how.tap_norms, "norm_before_fc": how.input_norm, "attention_bias": how.qkv_bias}
     return {"norm_before_residual": how.residual_norm} | {name: True for name, on in flags.items() if on}

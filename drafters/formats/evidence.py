@@ -1,7 +1,7 @@
 """The target's own answers, its hidden states along them, and how far a reading of a drafter follows them.
 
 A lossless decoder emits these answers with any drafter, so a walk over their positions gives the tau of decoding with a
-chain. The log-probability that a drafter gives to the answers' tokens says more than the number of those that it hits.
+chain. The log-probability that a drafter gives to the answers' tokens is more sensitive than its number of hits.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from specdec.contracts import Drafter, DraftState
 from specdec.ops.likely import largest
 
 BATCH_TOKENS = 4096  # of answers side by side, padding included
-PIECE = 512  # positions whose logits are made together
+PIECE = 512  # positions whose logits are computed together
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Followed:
     """How a reading followed some answers."""
 
     lengths: list[Tensor]  # of each answer: how many tokens of a greedy chain are accepted at each position
-    logp: Tensor  # [n,steps] log-probability of the true tokens; 0 for those that it does not know, or past the end
+    logp: Tensor  # [n,steps] log-probability of the true tokens; 0 for unknown ones, or past the end
 
     def rounds(self) -> Tensor:
         """[answers,2] of decoding with a chain: rounds, and tokens that they emit."""
@@ -115,7 +115,7 @@ def follow(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) ->
 
 
 def _steps(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each step and each of the n positions: is the likeliest draft the true token, and the latter's
+    """For each step and each of the n positions: is the best draft the true token, and the latter's
     log-probability, 0 if the drafter does not know it."""
     drafter.first_tokens = batch.first
     feats = torch.cat([batch.states[tap] for tap in taps], dim=-1) if taps else None

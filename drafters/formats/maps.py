@@ -86,7 +86,7 @@ def membership(d2t: Tensor, size: int) -> Tensor:
 
 
 def map_readings(meaning, tensors: Tensors) -> list[Reading]:
-    """The other maps that d2t and t2d may stand for, as far as they name tokens of the target."""
+    """Other interpretations of d2t and t2d as maps, if they name tokens of the target."""
     if "d2t" not in tensors:
         return []
     d2t = tensors["d2t"].long()

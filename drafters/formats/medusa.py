@@ -79,7 +79,7 @@ class MedusaFamily(Family):
         }
 
     def readings(self, meaning: MedusaMeaning, tensors: Tensors, target) -> list[Reading]:
-        """Rows of the heads that stand in another order."""
+        """Readings with the rows of the heads in another order."""
         ids = read_ids(tensors)
         if ids is None or not meaning.shape.own_heads or torch.equal(ids, ids.sort().values):
             return []
@@ -95,7 +95,7 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeaning, Tensors]:
-    """The tensors tell the number of heads and blocks: published configs have been wrong about them."""
+    """The tensors determine the number of heads and blocks: published configs have been wrong about them."""
     heads = len({key.split(".")[0] for key in tensors if key[0].isdigit()})
     blocks = len({key.split(".")[1] for key in tensors if key.endswith(".linear.weight")})
     hidden = tensors["0.0.linear.weight"].shape[0]

@@ -48,7 +48,7 @@ class MtpMeaning(Meaning):
 
 
 def head_parameters(block: MtpLayer, prefix: str, layer: str, names: dict[str, str]) -> dict[str, Place]:
-    """Where the tensors of one head lie. layer: the prefix of its decoder layer; names: as `NAMES`."""
+    """Map the tensors of one head to modules. layer: the prefix of its decoder layer; names: as `NAMES`."""
     out = whole(block.input_norm, f"{layer}.input_layernorm") | layer_parameters(block, layer)
     for ours, theirs in names.items():
         out |= whole(block.get_submodule(ours), f"{prefix}.{theirs}")

@@ -123,7 +123,7 @@ def _rotary_dim(config: dict, shape: DraftShape) -> int | None:
 
 
 def _experts(config: dict, tensors: Tensors, layer: str) -> Experts | None:
-    """What the config says of the experts; None for a dense layer."""
+    """The experts of the config; None for a dense layer."""
     if f"{layer}.mlp.gate.weight" not in tensors:
         return None
     shared = next(
@@ -149,7 +149,7 @@ def _experts(config: dict, tensors: Tensors, layer: str) -> Experts | None:
 
 
 def _parameters(drafter: Mtp, kind: str, prefix: str) -> dict[str, Place]:
-    """Published tensor names -> where their rows lie in the only head."""
+    """Published tensor names -> their rows in the only head."""
     return head_parameters(drafter.blocks[0], prefix, _layer_prefix(prefix, kind), PARTS[kind])
 
 

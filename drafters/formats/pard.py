@@ -3,8 +3,8 @@
 PARD-2 lists the target's hidden states as transformers counts them from the end, -1 for the last, and keeps the
 projection of them in a pickle of its own, `warp_model.bin`.
 
-Traps: no config says how many tokens were learnt; our own field `block_size` does. Loaded as an ordinary language model
-the drafter is a weak one, and no error is seen.
+Traps: no config states the number of trained tokens; our own field `block_size` does. Loaded as an ordinary language
+model the drafter is a weak one, without an error.
 """
 
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class PardMeaning(Meaning):
 
 
 def parameters(drafter: Pard) -> dict[str, Place]:
-    """Tensor names -> where their rows lie in our modules."""
+    """Tensor names -> their rows in our modules."""
     out = target_parameters(drafter.model)
     if drafter.target_proj is not None:
         out[PROJECTION] = (drafter.target_proj.weight, 0, len(drafter.target_proj.weight))

@@ -1,4 +1,4 @@
-"""What layouts share of a draft layer: the fields of its config, and where its tensors lie in our modules.
+"""What layouts share of a draft layer: the fields of its config, and the map from tensors to our modules.
 
 Fused parameters of ours hold the rows of several tensors.
 """

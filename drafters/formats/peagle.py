@@ -4,7 +4,7 @@ Names of the tensors are EAGLE-3's (`formats/eagle3.py`), with layers.1.* and so
 `mask_hidden` [F], and an embedding of the head's own.
 
 Traps: SpecForge's config states neither the mask token nor how many tokens are drafted. Every mask row is alike, so any
-number can be drafted, but only so many were learnt. `mask_hidden` lies in the order of the taps, as columns of `fc` do.
+number can be drafted, but only so many were trained. `mask_hidden` is in the order of the taps, as columns of `fc` are.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 
 MASK = "mask_hidden"
-BLOCK = 8  # speculators' default, where a config does not state how many tokens were learnt
+BLOCK = 8  # speculators' default, if a config does not state the number of trained tokens
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PEagleMeaning(Eagle3Meaning):
 
 
 def parameters(drafter: PEagle) -> dict[str, Place]:
-    """Published tensor names -> where their rows lie in our modules."""
+    """Published tensor names -> their rows in our modules."""
     out = eagle3.parameters(drafter)
     for i, layer in enumerate(drafter.upper, start=1):
         out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")

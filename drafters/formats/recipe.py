@@ -1,4 +1,4 @@
-"""The layout of drafters that nobody has published yet: the YAML that made them, and their parameters by name.
+"""The layout of drafters without a published one: the YAML that made them, and their parameters by name.
 
 config.json holds `recipe`: the `_target_` of conf/drafter/NAME.yaml, which is a `create` function under
 `specdec.drafters`, and its settings. Loading calls that function again and fills every parameter. A new drafter needs
@@ -40,7 +40,7 @@ class RecipeFamily(Family):
     optional = (IDS,)
 
     def construct(self, meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> Drafter:
-        """A drafter made anew by its recipe, refused unless every tensor fits."""
+        """Make a drafter again by its recipe. Refused unless every tensor fits."""
         config = meaning.config
         recipe, vocab = dict(config["recipe"]), config.get("vocab_size")
         check_target(config.get("hidden_size"), vocab, target, name)

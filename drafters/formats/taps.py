@@ -12,7 +12,7 @@ Taps = tuple[int, ...]
 Score = Callable[[Taps, int], float]  # taps, stage -> how well the drafter follows the answers of this stage
 
 MANY = 300  # so many candidates may be tried on the least text
-BEST = (4, 16, 4)  # the best of each stage: whose neighbours are tried, who goes to the second stage, and to the third
+BEST = (4, 16, 4)  # how many of the best: whose neighbours are tried, that enter the second stage, and the third
 STAGES = 3
 
 

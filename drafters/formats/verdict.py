@@ -1,4 +1,4 @@
-"""What `specdec doctor check` prints: a table for each round, what its numbers mean, and the verdict."""
+"""What `specdec doctor check` prints: a table for each round, an explanation of its numbers, and the result."""
 
 import textwrap
 
@@ -37,7 +37,7 @@ def _row(outcome: Outcome) -> dict:
 
 
 def as_text(report: Report) -> str:
-    """Tables, explanation and verdict."""
+    """Tables, explanation and result."""
     parts = [_table(outcomes) for outcomes in report.rounds]
     for i in range(1, len(parts)):
         parts[i] = f"With {'; '.join(outcome.name for outcome in report.chosen[:i])}:\n{parts[i]}"

@@ -2,7 +2,7 @@
 
 EAGLE-3 is the speculators layout, with a copy of the target's embedding, which the library leaves undefined otherwise.
 vLLM has the target's last hidden state only as it is before the final norm. A head that reads it after that norm, with
-a norm for each tap, can be said all the same: `norm_before_fc` and `fc_norm` are both on there, and the first one holds
+a norm for each tap, can still be expressed: `norm_before_fc` and `fc_norm` are both on there, and the first one holds
 the weight of the target's final norm. Its scale cancels in the second. The library itself does not know this form.
 
 EAGLE-1/2 is the layout of its authors as a LlamaForCausalLM. vLLM's `fc` has no bias, and a config's `bias` means that
@@ -117,7 +117,7 @@ def read_medusa(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeanin
 
 
 def notes(config: dict) -> list[str]:
-    """What a user should know of an export: what it costs, and who does not read it."""
+    """Notes for users of an export: what it costs, and which programs do not read it."""
     out = []
     if FINAL_NORM.items() <= config.items():
         out.append(

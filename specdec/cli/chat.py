@@ -44,7 +44,7 @@ def chat(session: Session) -> None:
 
 
 def banner(session: Session) -> str:
-    """Who talks, and what can be typed."""
+    """The names of target and drafter, and the commands of a chat."""
     lines = [f"chat with {called(session.target.name)}; {drafting(session)}"]
     if not session.verifier.lossless:
         lines.append(f"verifier: {in_words(session.verifier)}, {LOSSY}")
@@ -56,7 +56,7 @@ def _commands() -> str:
 
 
 def _turn(session: Session, history: list[dict[str, str]], message: str) -> None:
-    """Answer a message; both stand in the history afterwards."""
+    """Answer a message, and append both to the history."""
     history.append({"role": "user", "content": message})
     try:
         row = _answer(session, history)

@@ -75,7 +75,7 @@ def _digest(content: Mapping) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Try, before the work whose result it is, whether a file can be written at `path`; nothing is left there.
+    """Check that a file can be written at `path`, before the work that it is for. Nothing is left there.
 
     Raises ValueError if it cannot."""
     if path.is_dir():

@@ -59,12 +59,12 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def _asked(self, given: argparse.Namespace) -> "Parser":
-        """The parser of the sub-command that was given, whose flags are meant; this one where there are none."""
+        """Return the parser of the sub-command that was given, or this one without sub-commands."""
         groups = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
         return next((group.choices[getattr(given, group.dest)] for group in groups), self)
 
     def _nobodys(self, word: str) -> str:
-        """What is said of a word that belongs to no flag."""
+        """Return the error for a word that belongs to no flag."""
         if word.startswith("-"):
             flag = word.partition("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, 2)
@@ -124,7 +124,7 @@ def add_flags(
     for name in names or known:
         setting, kind = known[name], kind_of(known[name])
         how = {"help": setting.metadata.get("help")}
-        if name in required:  # then nobody meets its default
+        if name in required:  # its default is never used
             how["help"] = re.sub(r" \(default[^)]*\)", "", how["help"] or "")
         if kind is bool:
             how["action"] = "store_true"

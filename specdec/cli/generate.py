@@ -128,7 +128,7 @@ def decode(args: argparse.Namespace, prompts: list[str]) -> None:
             chat(session)
         else:
             answer_all(session)
-    finally:  # also where nobody reads the output any more
+    finally:  # even if standard output is closed
         session.write_trace()
 
 

@@ -26,12 +26,12 @@ WORDS = {  # that a switch or a number may be
     "trainer.wandb": ("online", "offline"),
     "drafter.draft_vocab_size": ("auto",),
 }
-# Groups without a `_target_` that a class reads all the same: it knows more of types and ranges than a file of values.
+# Groups without a `_target_` that a class reads nevertheless: it knows more types and ranges than a file of values.
 READ_BY = {
     "trainer": "specdec.training.loop.settings.TrainerConfig",
     "data.on_policy": "specdec.training.loop.settings.OnPolicy",
 }
-# Mappings with a fixed set of names. What a `_target_` takes is said by the class, and the others are free.
+# Mappings with a fixed set of names. The class of a `_target_` defines its names, and the others are free.
 FIXED = ("target", "trainer", "data", "data.on_policy", "benchmark", "suite", "best_tree")
 
 
@@ -147,7 +147,7 @@ def _walk(path: str, value: Any, default: Any) -> None:
             _names(f"{path}.", value, known)
         taken = _taken(path, value)
         for key, inner in value.items():
-            default = known.get(key)  # whose type does not count where a class says it
+            default = known.get(key)  # its type does not count if a class defines it
             _walk(f"{path}.{key}", inner, None if key in taken and not isinstance(default, Mapping) else default)
             if key in taken:
                 check_value(taken[key], inner, f"{path}.{key}")
@@ -178,7 +178,7 @@ def _taken(path: str, value: Mapping[str, Any]) -> dict[str, Field]:
     try:
         taken, others = parameters(registry.named(path, value.get("_target_") or READ_BY[path]))
     except (KeyError, ImportError, AttributeError, TypeError, ValueError):
-        return {}  # nobody's; or there is none of this name, which Hydra tells
+        return {}  # no such class; or there is none of this name, which Hydra reports
     if not others:
         files = [registry.settings(path, name) for name in registry.names(path)] if "." not in path else []
         _names(f"{path}.", value, dict.fromkeys([*taken, *(name for file in files for name in file)]))
@@ -186,7 +186,7 @@ def _taken(path: str, value: Mapping[str, Any]) -> dict[str, Field]:
 
 
 def _check_type(path: str, value: Any, default: Any) -> None:
-    """An unknown default, None, tells no type; nor does a text, in whose place numbers and mappings may stand."""
+    """An unknown default, None, has no type; nor does a text, which may be replaced by numbers and mappings."""
     if isinstance(default, bool):
         words = WORDS.get(path, ())
         if not isinstance(value, bool) and value not in words:

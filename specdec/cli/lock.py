@@ -20,8 +20,8 @@ def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> It
 
     Args:
         out: File or folder that is written.
-        inside: The lock file lies inside the folder `out`, for a folder whose files are written one by one. By default
-            it lies next to `out`, which is replaced as a whole.
+        inside: The lock file is inside the folder `out`, for a folder whose files are written one by one. By default
+            it is next to `out`, which is replaced as a whole.
         wait: Wait until the output is free instead of raising.
 
     Raises:
@@ -44,7 +44,7 @@ def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> It
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # before the release: nobody else can have locked this file by then
+        path.unlink(missing_ok=True)  # before the release, so that no other process can have locked this file
         lock.release()
         for folder in made:  # leave no empty folders
             with suppress(OSError):

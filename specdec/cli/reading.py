@@ -9,7 +9,7 @@ from typing import IO, Any, AnyStr, TypeVar
 
 from specdec.schema import shown
 
-MOST_BYTES = 1 << 28  # of a settings file, an index or a config; those that are published have a tenth of it at most
+MOST_BYTES = 1 << 28  # of a settings file, an index or a config; published ones have a tenth of it at most
 MOST_LINE = 1 << 22  # bytes of a prompt or a conversation: to tokenize them takes a hundred times as much memory
 MOST_YAML = 1 << 20  # characters of a YAML file: its parser takes seconds for as many
 MOST_DEPTH = 200  # of brackets in a YAML file
@@ -157,7 +157,7 @@ def _check_number(node) -> None:
 
 
 def _count(node, known: dict[int, int]) -> int:
-    """Values below a YAML node. known: those that were counted; 0 while they are, so that a cycle is found."""
+    """Count values below a YAML node. known: counted nodes; 0 while they are being counted, which reveals a cycle."""
     if isinstance(node.value, str):
         _check_number(node)
     if known.get(id(node)) == 0:

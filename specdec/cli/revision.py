@@ -1,4 +1,4 @@
-"""Which commit of this code runs, for the records of results, also where git is not at hand.
+"""The commit of the running code, for the records of results, even without git.
 
 `scripts/gpu_wheels.py` notes commit and digest of the code in a file that travels with the checkout to such machines.
 """

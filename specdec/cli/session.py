@@ -86,8 +86,8 @@ class Session:
             self.recorder = Recorder({"flags": flags} | describe(self.target, self.drafter, self.tree, self.verifier))
 
     def _choose_tree(self, asked: bool) -> None:
-        """Take the tree that is fastest here, or none. asked: by a flag, so that it must be possible. Who only wants
-        to see trees gets the default one."""
+        """Take the tree that is fastest here, or none. asked: by a flag, so that it must be possible. With --show-trees
+        alone it takes the default one."""
         if self.args.show_trees and not asked:
             return
         why = _obstacle(self)

@@ -56,7 +56,7 @@ def read_settings(path: str | os.PathLike) -> dict:
 
 
 def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse a command line in which --settings FILE stands for the flags in the file."""
+    """Parse a command line in which --settings FILE is replaced by the flags in the file."""
     given = parser.parse_args(argv)
     if given.settings is None:
         return given
@@ -73,6 +73,6 @@ def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | N
             flags.append(f"{flag}={value}")
     try:
         known = vars(parser.parse_args(flags))
-    except ValueError as error:  # of a flag that nobody typed
+    except ValueError as error:  # of a flag that was not typed
         raise ValueError(f"{given.settings}: {error}") from None
     return parser.parse_args(argv, argparse.Namespace(**known))

@@ -29,7 +29,7 @@ class StopSignals:
         return self.number is not None
 
     def meet(self, emitted: list[list[int]]) -> None:
-        """Called after each round with the tokens that came of it: see `SharedSignals`."""
+        """Called after each round with its tokens: see `SharedSignals`."""
 
     @property
     def code(self) -> int:
@@ -53,7 +53,7 @@ class StopSignals:
 
 
 class SharedSignals(StopSignals):
-    """Signals of one of several processes, whose rounds are the same. All take notice after the same round."""
+    """Signals of one of several processes with the same rounds. All of them stop after the same round."""
 
     agreed: int | None = None  # the signal that all know of
 

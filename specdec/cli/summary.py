@@ -24,7 +24,7 @@ def drafting(session: Session) -> str:
 
 def summarise(session: Session, decoded: Decoded) -> dict:
     """What `--json` prints. A single prompt has its text and tokens by themselves, several have lists of them. After a
-    signal plain decoding is compared as far as both go. Of several turns it has the speeds of the one whose
+    signal, plain decoding is compared up to the shorter text. Of several turns it has the speeds of the one whose
     ratio is the median."""
     done, baseline = decoded.done, decoded.baseline
     total = merged(done)

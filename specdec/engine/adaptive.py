@@ -12,14 +12,14 @@ import numpy as np
 class Draft:
     """The trees of a round before the target has seen them."""
 
-    levels: int  # that were drafted
-    edges: np.ndarray  # [B,N] log-probability of each node given its parent, as the drafter tells it; 0 at the root
+    levels: int  # drafted
+    edges: np.ndarray  # [B,N] log-probability of each node given its parent, under the drafter; 0 at the root
     parents: np.ndarray  # [B,N] the root its own
     depth: np.ndarray  # [B,N] root 0
     ancestors: np.ndarray  # [B,N,N] bool: ancestors[b,i,j] = j lies on the path from the root to i, i included
     live: np.ndarray  # [B] bool: which rows still decode
-    # Children were drawn from the drafter's distribution, and the rule counts on that. `edges` then tell of a node's
-    # place before its token was drawn, and only whole levels may be cut.
+    # Children were drawn from the drafter's distribution, and the verifier needs that. `edges` then hold estimates of a
+    # node's place from before its token was drawn, and only whole levels may be cut.
     drawn: bool = False
     confidence: np.ndarray | None = None  # [B,D] logits of a confidence head for the levels of a chain
 
@@ -43,8 +43,8 @@ class Outcome:
 class Policy:
     """Chooses the trees of rounds. A policy belongs to one engine, which reports the rounds in order.
 
-    The two choices depend on the past, on the number of rows and on the draft alone. What the target says of a node is
-    not known when they are made, and must not be: then every rule emits what it would emit with that tree.
+    The two choices depend on the past, on the number of rows and on the draft alone. They must not depend on the
+    target's logits for the draft: then every verifier emits what it would emit with that tree.
     """
 
     name = "policy"

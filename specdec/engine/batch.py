@@ -80,7 +80,7 @@ class Batch:
         self.controller = None if adaptive is None else Controller(adaptive, self.round.drafter)
         self.sequences: list[Sequence] = []
         self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
-        self.decoding = 0  # rows that the device lets go on; without overlap the host keeps it so
+        self.decoding = 0  # rows that still decode on the device; without overlap the host maintains it
         self.captured = False  # a round was captured in this step
         self.reading: Reading | None = None  # prefills long prompts in parts
         self.tensors.clear()
@@ -93,7 +93,7 @@ class Batch:
         """Return the number of sequences that can join."""
         return self.rows - len(self.going())
 
-    # Joining and leaving: between rounds of which none is unread
+    # Joining and leaving: only when all rounds have been read
 
     def admit(self, sequences: list[Sequence]) -> None:
         """Prefill sequences, no more than are free, and add to each its first token. This waits for the device."""
@@ -179,8 +179,8 @@ class Batch:
     # Rounds
 
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundReport:
-        """Start the next round. No sequence that still decodes has committed more than `max_len` tokens; `ended` are
-        those that have ended, as far as the decision to drop them may know."""
+        """Start the next round. No sequence that still decodes has committed more than `max_len` tokens. `ended`: the
+        ended sequences that the decision to drop rows may use."""
         self.tensors.bound(max_len)
         if ended:
             self._shed([s in ended or s.finish == VACANT for s in self.sequences])

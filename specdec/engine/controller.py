@@ -18,7 +18,7 @@ from specdec.engine.report import Plan, RoundReport
 from specdec.engine.sequence import Sequence
 from specdec.structs import DraftTree, Survivors
 
-NEVER = -30.0  # stands for the log-probability of a token without any probability, as policies need finite numbers
+NEVER = -30.0  # replaces the log-probability of a token of probability 0, as policies need finite numbers
 
 
 def outcome_of(report: RoundReport, counts: list[int]) -> Outcome:

@@ -200,7 +200,7 @@ class Engine:
                 if reading.wants(joining[0], several):
                     return RoundReport(clock=batch.clock, prefill=True)
             alone = next((place for place, s in enumerate(joining) if reading.apart(s, several)), len(joining))
-            joining = joining[: max(alone, 1)]  # one whose prompt was read apart joins alone
+            joining = joining[: max(alone, 1)]  # a prompt that was read in parts joins alone
         self.loop.admit(joining)
         self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on
         emitted = [sequence.tokens[:] for sequence in joining]

@@ -2,7 +2,7 @@
 
 A round can be captured because it is a function of tensors. On the host it needs shapes only, and one of them changes:
 the number of cache slots that attention reads. It grows in steps (`executor.buckets`). Everything that a round
-leaves to the next one lies in tensors that never move (`batch_tensors.BatchTensors`).
+leaves to the next one is in tensors that never move (`batch_tensors.BatchTensors`).
 """
 
 from collections import abc
@@ -64,7 +64,7 @@ class CudaGraphs:
         self.forget()
 
     def forget(self) -> None:
-        # A pool whose last graph is gone cannot be captured into again.
+        # A pool whose last graph was freed cannot be captured into again.
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
@@ -73,9 +73,9 @@ class CudaGraphs:
                 run = compiled_run(run, preserved, [bound], compile_now)
             self._warm_up(run, preserved, bound)
             graph = torch.cuda.CUDAGraph()
-            # Other threads, such as a data loader's, may go on using the device while this one captures.
+            # Other threads, such as a data loader's, may still use the device while this one captures.
             how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
-            # A capture may make the tensors in which torch's own generator tells its state to the graphs of anybody.
+            # A capture may allocate the tensors in which torch's generator stores its state for graphs of any owner.
             # Made in the engine's inference mode they could not be written to outside (pytorch issue 166792).
             outside = torch.inference_mode(False)
             with own_workspaces(), outside, torch.cuda.graph(graph, **how), torch.inference_mode():

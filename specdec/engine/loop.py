@@ -86,7 +86,7 @@ class Loop:
         self.batch.rest()
 
     def _launch(self, going: list[Sequence]) -> bool:
-        """Start a round for those that still decode, if it can emit a token for any of them."""
+        """Start a round for the sequences that still decode, if it can emit a token for any of them."""
         # Every round under way emits at least one token for each row.
         if not any(s.left > len(self.pending) for s in going):
             return False

@@ -28,7 +28,7 @@ class TracedTree:
 
     tokens: Tensor  # [N] int32, target vocabulary ids
     parents: Tensor  # [N] int32, the root its own
-    logq: Tensor  # [N] fp32 log-probability of the path under the drafter, root 0; nan if the policy does not tell
+    logq: Tensor  # [N] fp32 log-probability of the path under the drafter, root 0; nan if the policy has none
     logp: Tensor  # [N] fp32 log-probability of the token under the target's softmax (any penalties taken off); root 0
     p: Tensor  # [N] fp32 its probability in the filtered distribution that was verified against; root 1
 
@@ -175,7 +175,7 @@ class Recorder(Observer):
 
 
 def _first_levels(tree: TracedTree, levels: int) -> TracedTree | None:
-    """The nodes of the first `levels` levels, which stand first; None without any."""
+    """The nodes of the first `levels` levels, which come first; None without any."""
     if not levels:
         return None
     depth = [0]

@@ -22,7 +22,7 @@ class Reads(IntEnum):
     of a replayed round (docs/graphs.md)."""
 
     TOKENS = 0  # rows, emitted tokens, counts and the clock: the host reads these in any case
-    TREES = 1  # tree, without its `q`, and verdict
+    TREES = 1  # tree, without its `q`, and verifier output
     LOGITS = 2  # logits, and the tree's `q`
 
 
@@ -81,7 +81,7 @@ class RoundReport:
     # For an adaptive policy
     plan: Plan | None = None
     parents: Tensor | None = None  # [B,N] of the tree
-    path: Tensor | None = None  # [B,P] of the verdict
+    path: Tensor | None = None  # [B,P] of the verifier output
     deferred: Positions | None = None  # of a plain round: for the drafter to absorb later
     eager: bool = False  # played eagerly instead of replayed, as the captured round is not ready yet
 

@@ -60,7 +60,7 @@ class RoundSettings:
             return {"logprobs": logprobs_of(logits, tokens)}
         scores = logits.float().log_softmax(-1)
         values, ids = top(scores, self.likely)
-        own = scores.gather(-1, tokens[..., None]).squeeze(-1)  # the same bits as among the likeliest
+        own = scores.gather(-1, tokens[..., None]).squeeze(-1)  # the same bits as in `values`
         return {"logprobs": own, "likely": ids, "likely_logprobs": values}
 
 
@@ -77,8 +77,8 @@ class Round:
         verifier: Verifier,
         children: str | None = None,
     ):
-        """children: which the tree takes above temperature 0, one of `specdec.children.KINDS`; None for those that suit
-        the rule best."""
+        """children: the kind that the tree takes above temperature 0, one of `specdec.children.KINDS`; None for the
+        best one for the verifier."""
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:

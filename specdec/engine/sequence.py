@@ -38,7 +38,7 @@ class Sequence:
     eos: frozenset[int] = frozenset()
     steps: int | None = None  # levels of the draft tree that count for it; 0: none; None: all of them
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if nobody asked
+    logprobs: list[float] | None = None  # of the tokens, under the target's softmax; None if not requested
     top: int = 0  # how many of the most likely tokens at each place to report
     likely: list[list[tuple[int, float]]] = field(default_factory=list)  # by token: they and theirs, best first
     cached: int = 0  # tokens of the prompt that need not be read, as they were with another one
@@ -48,7 +48,7 @@ class Sequence:
 
     @property
     def committed(self) -> int:
-        """Tokens that lie in the caches: all but the last one, which is the root of the next tree."""
+        """Number of tokens in the caches: all but the last one, which is the root of the next tree."""
         return len(self.prompt) + len(self.tokens) - 1
 
     @property
@@ -117,7 +117,7 @@ class Masks:
         self.sequences = list(sequences)
 
     def __bool__(self) -> bool:
-        """Whether any text goes on that obeys a grammar."""
+        """Whether any running text obeys a grammar."""
         return any(s.matcher is not None for s in self.sequences)
 
     def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
@@ -141,8 +141,8 @@ def make_sequence(
     steps: int | None = None,
     top_logprobs: int = 0,
 ) -> Sequence:
-    """A sequence for a target of `vocab` tokens whose context holds `context`. ValueError, one sentence, for what that
-    target does not take."""
+    """Make a sequence for a target of `vocab` tokens whose context holds `context`. Raises ValueError, one sentence,
+    for arguments that the target does not support."""
     if not 0 <= top_logprobs <= MOST_LIKELY:
         raise ValueError(f"top_logprobs must be from 0 to {MOST_LIKELY}, got {top_logprobs}")
     if max_new_tokens < 1:
@@ -166,7 +166,7 @@ def make_sequence(
 
 
 def check_prompt(prompt: list[int], vocab: int, context: int) -> None:
-    """Raise ValueError for a prompt that a target of `vocab` tokens whose context holds `context` does not take."""
+    """Raise ValueError for a prompt that does not fit a target of `vocab` tokens and a context of `context`."""
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if min(prompt) < 0 or max(prompt) >= vocab:

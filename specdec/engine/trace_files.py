@@ -102,8 +102,8 @@ def _read_trees(file: Path, sizes: list[int]) -> list[TracedTree | None]:
 
 
 def _check_tree(tree: TracedTree | None, path: list[int], steps: int, where: str) -> None:
-    """Raise ValueError unless parents stand before their children, and each node of the path is a child of the one
-    before."""
+    """Raise ValueError unless parents come before their children, and each node of the path is a child of the previous
+    one."""
     if len(path) > steps + 1:
         raise ValueError(f"{where}: path must have at most {steps + 1} nodes, as the row's steps say, got {len(path)}")
     if tree is None:

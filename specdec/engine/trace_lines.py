@@ -72,7 +72,7 @@ class RoundLine(Strict, extra="forbid"):
 
     @model_validator(mode="after")
     def check_path(self) -> "RoundLine":
-        """Raise ValueError unless the path begins at the root, lies in the tree and explains what was emitted."""
+        """Raise ValueError unless the path begins at the root, is in the tree and explains the emitted tokens."""
         rising = all(a < b for a, b in pairwise(self.path))
         if self.path[:1] != [0] or self.path[-1] >= max(self.nodes, 1) or not rising:
             raise ValueError(f"path must go from node 0 through the {self.nodes} nodes, got {shown(self.path)}")

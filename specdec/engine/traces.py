@@ -42,8 +42,8 @@ def tau_interval(rounds: Tensor, resamples: int = 1000) -> tuple[float, float] |
 def interval_of(
     measure: Callable[[Tensor], Tensor], counts: Tensor, resamples: int = 1000
 ) -> tuple[float, float] | None:
-    """The 95 % interval of a measure by drawing texts anew with replacement (percentiles of a bootstrap, always the
-    same); None for fewer than two texts.
+    """Return the 95 % interval of a measure by resampling texts with replacement (percentiles of a seeded
+    bootstrap); None for fewer than two texts.
 
     measure: sums over texts [resamples,k] -> values [resamples]. counts [texts,k]: what is summed."""
     if len(counts) < 2:

@@ -58,7 +58,7 @@ class Report:
         """Return what `measure` returns, or its error, as the entry `name`, of a group where one is given."""
         try:
             entry = measure()
-        except Exception as error:  # a benchmark reports what does not work, and goes on
+        except Exception as error:  # a benchmark reports a failure and continues
             entry = {"failed": sentence(error)}
         (self.content if group is None else self.content.setdefault(group, {}))[name] = entry
         write_json(self.path, self.content)

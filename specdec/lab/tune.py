@@ -33,7 +33,7 @@ def finalists(ranking: list[Prediction], count: int, within: float = 0.1) -> lis
     """The `count` trees to try for real.
 
     First come the best of every topk and the best static tree, as far as their predictions lie `within` this share of
-    the best of all: an error common to one topk is found out so. The best of the rest follow."""
+    the best of all: this reveals an error common to one topk. The best of the rest follow."""
     least = (1 - within) * ranking[0].tokens_per_second
     firsts = {}
     for p in ranking:

@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> None:
         costs, tuned = find(args, target, drafter)
         try:
             report = write(args, tuned, target)
-        finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
+        finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
             print_tables(tuned, costs)
     if (misfit := statistics.median(costs.errors())) > BUSY:
         print(

@@ -53,7 +53,7 @@ class CacheView:
     The new positions take the scratch slots from lens + offset on. ancestors [B,n,offset+n] bool says which scratch
     slots each of them sees, itself included; None means causal. All committed slots are visible, except those `window`
     or more positions before it. For that the depth [B,n] of the new positions must be known; scratch slots before
-    `offset` are taken to lie as deep as the new ones. groups is the number of query heads to a key head,
+    `offset` are assumed to be as deep as the new ones. groups is the number of query heads to a key head,
     slots [B*n] where the new positions go, for a caller that knows it already.
 
     The rows of a prefill are empty, so it attends to its own positions only. A single causal position of a single row
@@ -105,7 +105,7 @@ class CacheView:
 
 
 class Attention(Freezable):
-    """Grouped-query self-attention over x [B*n,H] or [B,n,H]; the rows of q, k and v lie in one matrix, in this
+    """Grouped-query self-attention over x [B*n,H] or [B,n,H]; q, k and v are computed by one matrix, with rows in this
     order."""
 
     adds: dict[RMSNorm, Callable[..., tuple[Tensor, Tensor]]]  # by the norm that follows, while the module is frozen

@@ -91,14 +91,14 @@ class KVCache:
         self.hold(other.layers, length)
 
     def hold(self, layers: Sequence[Tensor], length: int) -> None:
-        """Let the only row hold `length` tokens, the first of those whose keys and values [2,1,S,K,Dh] these are."""
-        for own, survivors in zip(self.layers, layers, strict=True):
-            own[:, :, :length] = survivors[:, :, :length]
+        """Fill the only row with the first `length` tokens of keys and values [2,1,S,K,Dh]."""
+        for own, given in zip(self.layers, layers, strict=True):
+            own[:, :, :length] = given[:, :, :length]
         self.lens.fill_(length)
         self.max_len = length
 
     def compact(self, survivors: Survivors) -> None:
-        """Go on with these rows, none of which is longer than `max_len`, and forget the others."""
+        """Keep these rows only, none of which is longer than `max_len`."""
         for layer in self.layers:
             for row, place in survivors.moves:  # row by row: on the CPU operators with indices take six times as long
                 layer[:, place, : self.max_len] = layer[:, row, : self.max_len]
@@ -131,6 +131,6 @@ class KVCache:
         self.advance(n, max_len)
 
     def advance(self, n: Tensor, max_len: int) -> None:
-        """Keep the first n [B] positions of the last forward as they lie."""
+        """Keep the first n [B] positions of the last forward in place."""
         self.lens += n
         self.max_len = max_len

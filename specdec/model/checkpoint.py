@@ -157,8 +157,8 @@ def read_pickle(file: Path, device: str = "cpu"):
 
 
 def check_shapes(source: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> None:
-    """Raise ValueError for the first tensor whose shape is not the one that the config asks for: before anything is
-    allocated. Tensors that are missing or left over are `StrictFill`'s."""
+    """Raise ValueError for the first tensor whose shape differs from the config's, before anything is allocated.
+    `StrictFill` finds tensors that are missing or left over."""
     for name, shape in wanted.items():
         if name in tensors and tuple(tensors[name].shape) != tuple(shape):
             raise _misfit(source, name, tensors[name].shape, shape)

@@ -1,4 +1,4 @@
-"""The fields of config.json that are read anywhere: their types, and the ranges in which a model can lie.
+"""The fields of config.json that are read anywhere: their types, and the ranges that models can have.
 
 The largest published models are below a tenth of each upper bound. What is above it is a mistake, and would be
 allocated before anybody sees that.
@@ -91,7 +91,7 @@ class ConfigFields:
     transformer_layer_config: dict | None = None
 
 
-# Numbers that a checkpoint can be opened with, though nothing can be computed with them: the doctor tells of them, and
+# Numbers with which a checkpoint can be opened but not computed with: the doctor reports them, and
 # tries others (`specdec.drafters.formats.base.shape_faults`).
 DIAGNOSED = (
     "rope_theta",

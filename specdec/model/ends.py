@@ -25,7 +25,7 @@ OFFSET = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 
 
 class TargetEnds(Target):
-    """A `Target` whose layers are not there. `config` is that of the whole."""
+    """A `Target` without its layers. `config` is that of the whole."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -58,8 +58,8 @@ def root_mean_square(states: Tensor) -> Tensor:
 
 
 def read_ends(raw: dict, name: str, head: bool) -> ModelConfig:
-    """What config.json says of the ends. Of a family whose layers are not native, the heads are those that a fresh
-    drafter gets.
+    """Return the config of the ends from config.json. For a family whose layers are not native, it has the attention
+    heads that a fresh drafter gets.
 
     head: the files hold one. Raises ValueError for a family whose ends are not known."""
     # Quantised layers do not matter here. A quantised end is refused, as it holds whole numbers.

@@ -1,4 +1,4 @@
-"""NaN and Inf in weights: of a training run that diverged, or a tensor that nobody filled."""
+"""NaN and Inf in weights: of a training run that diverged, or a tensor that was never filled."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ ALLOWED = "commands that decode take it with --allow-nonfinite"
 
 
 def nonfinite(name: str, tensor: Tensor) -> str:
-    """Says how many values of a tensor are NaN or Inf; empty if none is.
+    """Return how many values of a tensor are NaN or Inf; empty if none is.
 
     A sum is finite only if all values are. It reads the tensor once, at the speed of memory; `isfinite` takes ten times
     as long on a CPU. Values are counted only if the sum is not finite, which large numbers can cause too."""

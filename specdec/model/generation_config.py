@@ -1,4 +1,4 @@
-"""What generation_config.json says of a target: where its texts end, and what decoding does not apply."""
+"""The parts of generation_config.json that decoding uses, EOS tokens, and those that it ignores."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Targets in GGUF files: transformers reads a file once, and its folder in Hugging Face form stays in the user's cache.
 
-Weights are dequantised to the values that llama.cpp's formats stand for. A tensor is stored in bf16 where bf16 holds
+Weights are dequantised to the values of llama.cpp's formats. A tensor is stored in bf16 where bf16 holds
 all of its values, and in fp32 otherwise.
 """
 
@@ -175,7 +175,7 @@ def _add_unread(file: Path, config: dict, fields: dict, divisors: Tensor | None)
     arch, rope = fields["general.architecture"], config["rope_parameters"]
     if arch == "gemma3":
         heads = config["num_attention_heads"]
-        # 62 layers are the 27B model, whose scale is not that of its heads.
+        # 62 layers are the 27B model, whose attention scale does not follow from its heads.
         wide = config["num_hidden_layers"] == 62
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else config["head_dim"]
         local = fields.get("gemma3.rope.freq_base_swa")

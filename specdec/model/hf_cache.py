@@ -28,7 +28,7 @@ class SlotCache(Cache):
         padded = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2).to(self.slots.device) for x in new)
         self.cache.write(place, self.slots, *padded)
         stored = self.cache.read(place, 0, self.visible)
-        # A layer may lie on another device than the cache (`model.hf_place`).
+        # A layer may be on another device than the cache (`model.hf_place`).
         return tuple(x.narrow(3, 0, y.shape[-1]).to(y.device) for x, y in zip(stored, new, strict=True))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -42,8 +42,8 @@ class SlotCache(Cache):
 
 
 class StateView(Cache):
-    """The cache that a recurrent module sees while it runs over some positions: the states that it is to start from,
-    and then those that it leaves."""
+    """The cache that a recurrent module sees while it runs over some positions: the states that it starts from, then
+    those after the positions."""
 
     def __init__(self, state: State):
         super().__init__(layers=[])

@@ -1,4 +1,4 @@
-"""A model of transformers whose layers lie on several devices, in memory or on disk, by accelerate (`device_map`).
+"""A transformers model with layers on several devices, in memory or on disk, by accelerate (`device_map`).
 
 accelerate's hooks bring a layer's inputs to its device, and weights that are not there for the time of its forward.
 Embedding and head are always held on one device, the main one, where our cache is: drafters read their weights.

@@ -106,7 +106,7 @@ class TransformersTarget(nn.Module):
         return self._final_scale.expand(self.config.hidden) if self._gain is None else self._gain
 
     def take_shape(self, config: ModelConfig) -> None:
-        """Say of a model of a native family what our own decoder would say: fresh drafters are then the same."""
+        """Take the shape that our own decoder has for a native family, so that fresh drafters are the same."""
         self.config = config
         self._gain = weight_of(self.model.base_model.norm).to(self.device) + config.norm_offset
         self._final_scale = self._gain.square().mean().sqrt()
@@ -163,7 +163,7 @@ class TransformersTarget(nn.Module):
         )
 
     def chosen_experts(self) -> list[Tensor]:
-        """By layer with experts, those that the tokens of the last forward chose [tokens, experts of a token]."""
+        """By layer with experts, those chosen by the tokens of the last forward [tokens, experts of a token]."""
         return self.watch.chosen
 
     def new_cache(self, rows: int, slots: int) -> KVCache:

@@ -13,9 +13,9 @@ from specdec.ops.rms_norm import norm_pair, rms_norm
 
 
 class Freezable(nn.Module):
-    """A module whose `bind` gives what it computes as a plain function of its present weights.
+    """A module whose `bind` returns its computation as a plain function of its present weights.
 
-    A decoder calls tens of modules a token. At every call torch looks for hooks, parameters and submodules anew; for
+    A decoder calls tens of modules a token. At every call torch looks up hooks, parameters and submodules; for
     the demo target that takes a seventh of the time of a token (docs/log.md). So the modules are bound once per
     decoding, and then functions are called. The functions see the weights as they lay in memory when they were bound:
     bind again after moving or casting the module.
@@ -133,7 +133,7 @@ class Linear(LinearMap, nn.Linear):
 
 
 class GatedMLP(Freezable):
-    """down(act(gate(x)) * up(x)). Gate and up lie in one matrix, gate rows first. Bound, it takes rows [R,H]."""
+    """down(act(gate(x)) * up(x)). Gate and up share one matrix, gate rows first. Bound, it takes rows [R,H]."""
 
     def __init__(self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu"):
         super().__init__()

@@ -32,8 +32,8 @@ PUBLISHED = {
 
 
 def bundled(name: str | os.PathLike) -> str:
-    """What a name stands for: demo/NAME is the bundled target, drafter or file of that name, and any other name stays
-    as it is. ./demo/NAME is a folder of yours."""
+    """Resolve a name: demo/NAME is the bundled target, drafter or file of that name, and any other name stays as it is.
+    ./demo/NAME is a folder of yours."""
     inside = DEMO / str(name).removeprefix("demo/")
     return str(inside) if str(name).startswith("demo/") and inside.exists() else str(name)
 

@@ -56,8 +56,8 @@ GROWTH = 2048  # positions by which the table grows
 
 
 class RopeTable(nn.Module):
-    """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers. They lie side by
-    side in one table [S, 2 Dh], so that one look-up finds both."""
+    """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers. They share one
+    table [S, 2 Dh], so that one look-up finds both."""
 
     def __init__(self, rope: Rope, head_dim: int):
         super().__init__()

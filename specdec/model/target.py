@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class SandwichBlock(Block):
-    """Gemma's block: what attention and MLP add is normalised too; `post_norm` still stands before the MLP."""
+    """Gemma's block: the outputs of attention and MLP are normalised too; `post_norm` still comes before the MLP."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -172,7 +172,7 @@ class Target(nn.Module):
         return self.norm.gain()
 
     def chosen_experts(self) -> list[Tensor]:
-        """By layer with experts, those that the tokens of the last forward chose; here is none."""
+        """By layer with experts, those chosen by the tokens of the last forward; here is none."""
         return []
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
@@ -210,8 +210,8 @@ class Target(nn.Module):
         taps: indices into Hugging Face `hidden_states` (0 = embeddings, L = after the final norm).
         last [B]: compute logits at this position of each row only.
         prefill: the rows of the cache are empty, and the tokens are whole prompts, right-padded.
-        documents [B,N], without a cache: rows hold several texts, equal numbers stand together. No text sees another,
-        and positions count in each.
+        documents [B,N], without a cache: rows hold several texts. Tokens of one text have equal numbers, texts do not
+        see each other, and positions count in each.
 
         Returns logits [B,N,V] (or [B,1,V]; None if not asked for) and features [B,N,len(taps)*H] (None without taps).
         """

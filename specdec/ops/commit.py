@@ -29,7 +29,7 @@ def commit(memory: Sequence[Tensor]) -> Commit:
 
 
 def reference(memory: Sequence[Tensor]) -> Commit:
-    """Return `commit` in torch's operators. Slots after the end of a path are moved too, where nobody looks."""
+    """Return `commit` in torch's operators. Slots after the end of a path are moved too, which has no effect."""
     _, rows, slots = memory[0].shape[:3]
     flat = [kv.view(2, rows * slots, -1) for kv in memory]
     places = torch.arange(slots, device=memory[0].device)

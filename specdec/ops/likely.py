@@ -1,4 +1,4 @@
-"""The likeliest tokens, of a head's hidden states or of logits, and log-probabilities before any filter."""
+"""The most likely tokens, of a head's hidden states or of logits, and log-probabilities before any filter."""
 
 from collections.abc import Callable
 
@@ -12,8 +12,8 @@ LOOPS = 512  # numbers among which Inductor looks for the largest in two loops
 
 
 def head_topk(hidden: Tensor, head: Callable | None, k: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (fp32) and ids [B,W,k] of the k likeliest tokens, best first. hidden [B,W,H]: what the
-    head reads, or the logits themselves if there is no head."""
+    """Return log-probabilities (fp32) and ids [B,W,k] of the k most likely tokens, best first. hidden [B,W,H]: the
+    head's input, or the logits themselves if there is no head."""
     if head is not None and head.bias is None and k <= MOST_LIKELY:
         kernel = kernel_for("head_topk", hidden)
         if kernel is not None and head.weight.dtype == hidden.dtype:
@@ -72,7 +72,7 @@ def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_blocks(scores: Tensor, best: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """best: some largest and their places; those lie within the blocks with the largest maxima."""
+    """best: finds the largest scores and their places, which are in the blocks with the largest maxima."""
     blocks = scores.view(*scores.shape[:-1], -1, BLOCK)
     chosen = best(blocks.amax(-1))[1]
     inside = blocks.gather(-2, chosen[..., None].expand(*chosen.shape, BLOCK))

@@ -5,7 +5,7 @@ these weights. There are five ways, tried in this order (docs/log.md has their t
 
 - Our own product (`rows.cpp`) multiplies fp32 rows with a weight in bf16, in fp32, and reads half as many bytes. It
   serves fp32 weights that bf16 holds exactly, as those of a checkpoint in bf16, on processors with AVX2 or AVX-512,
-  where a C++ compiler is at hand the first time. With AVX-512 four rows take the time of one, with AMX eight do, or
+  if a C++ compiler is available the first time. With AVX-512 four rows take the time of one, with AMX eight do, or
   nearly so. Under `torch.set_float32_matmul_precision("medium")` it rounds the rows to bf16 where the processor
   multiplies bf16, and eight rows take the time of one with AVX-512 too.
 - FBGEMM does so with a weight in fp16, for weights that fp16 holds exactly after scaling by a power of two.
@@ -36,7 +36,7 @@ from specdec.ops import native
 
 ONEDNN_ROWS = 16  # oneDNN chooses its layout for so many rows; the layout serves any number
 BLOCKS = 4  # of a weight that is multiplied with a single row
-MAX_EXPONENT = 15  # scaled weights lie below 2^15; fp16 ends at 65504
+MAX_EXPONENT = 15  # scaled weights are below 2^15; fp16 ends at 65504
 DTYPES = (torch.float32, torch.bfloat16)
 UNIT = 64  # outputs that `rows.cpp` divides among threads together
 SCALES = 2  # pairs of inputs that give way to the scales of a UNIT of outputs in int8
@@ -144,7 +144,7 @@ def _single_row_linear(weight: Tensor, bias: Tensor | None) -> Product:
     (rows, size), blocks = weight.shape, weight.unflatten(0, (BLOCKS, -1))
 
     def product(x: Tensor) -> Tensor:
-        # Of the strides that describe x as a column, only those that `x.t()` gives are fast.
+        # Of the strides that describe x as a column, only those of `x.t()` are fast.
         y = torch.bmm(blocks, x.t().expand(BLOCKS, size, 1)).view(1, rows)
         return y if bias is None else y + bias
 
@@ -194,7 +194,7 @@ def bytes_read(weight: Tensor) -> int:
 
 
 def _view_of(weight: Tensor) -> tuple:
-    """What tells the views of one storage apart."""
+    """The key of a view of a storage."""
     return weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
 
 
@@ -231,7 +231,7 @@ def pack_fp32(weight: Tensor) -> RowsWeight | None:
 
 
 def _pack_rows(weight: Tensor, lanes: int) -> RowsWeight:
-    """lanes: inputs of an output that lie side by side."""
+    """lanes: inputs of an output that are adjacent."""
     size, inputs = weight.shape
     filled = F.pad(weight, (0, 0, 0, -size % UNIT))
     groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, lanes), inputs // lanes, lanes)
@@ -256,7 +256,7 @@ def pack_int8(weight: Tensor) -> RowsWeight | None:
 
 
 def _pack_int8(weight: Tensor) -> RowsWeight | torch.ScriptObject | None:
-    """None for small weights where our own product is not at hand."""
+    """None for small weights where our own product is not available."""
     if (packed := pack_int8(weight)) is not None or weight.numel() < LARGE:
         return packed
     scales = row_scales(weight)

@@ -1,7 +1,7 @@
 """What a grammar lets follow: a mask of the target's logits at every node of a tree, along the node's own path.
 
-Which library knows the grammar is one file, such as `specdec.sampling.json_grammar`: it makes a `Grammar`. The host
-knows where a text stands, so a round of a batch with such a text waits for its draft, and the mask of a node costs a
+Each library is one file, such as `specdec.sampling.json_grammar`, which makes a `Grammar`. The host knows the state of
+a text in its grammar, so a round of a batch with such a text waits for its draft, and the mask of a node costs a
 walk of the vocabulary on the host. A batch without one never waits.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor
 
 
 class Matcher(Protocol):
-    """Where one text stands in its grammar."""
+    """The state of one text in its grammar."""
 
     @property
     def over(self) -> bool:
         """The text is whole: nothing but its end may follow."""
 
     def take(self, token: int) -> bool:
-        """Go on by a token, if it may follow; else change nothing. Tokens that end a text are not taken."""
+        """Advance by a token, if it may follow; else change nothing. Tokens that end a text are not taken."""
 
     def back(self) -> None:
         """Undo the last token that was taken."""

@@ -112,8 +112,8 @@ class RoundNoise:
         return gumbel(bits_of(self.keys, self.noise.hashes))
 
     def among(self, select: Callable[[Tensor], Tensor]) -> Tensor:
-        """[B,D',U] Gumbel noise of the target's draws, of the tokens that `select` picks out of [V]. To make it anew is
-        quicker than to pick it out of `whole`."""
+        """[B,D',U] Gumbel noise of the target's draws, of the tokens that `select` picks out of [V]. Computing it
+        again is faster than selecting it from `whole`."""
         hashes = select(self.noise.hashes)
         return self.whole if hashes is self.noise.hashes else gumbel(bits_of(self.keys, hashes))
 

@@ -54,7 +54,7 @@ async def running(scheduler: Scheduler):
     loop = asyncio.get_running_loop()
 
     def deliver(deltas: list[Delta]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with suppress(RuntimeError):  # the loop is closed, so no client listens
             loop.call_soon_threadsafe(hand_out, deltas)
 
     loop.set_exception_handler(_Failures())

@@ -20,7 +20,7 @@ DONE = "data: [DONE]\n\n"
 
 
 def gone() -> Refusal:
-    """What ends the work for a client that went away: nobody reads it. The number is nginx's."""
+    """The error for a client that disconnected. The status is nginx's."""
     return Refusal("the client went away", status=499)
 
 
@@ -52,7 +52,7 @@ async def unless_stopped(scheduler: Scheduler, awaited: Awaitable[Made]) -> Made
 
 
 class Workers:
-    """Calls in threads of their own, at most `most` at a time. The event loop goes on meanwhile."""
+    """Calls in threads of their own, at most `most` at a time, while the event loop continues."""
 
     def __init__(self, most: int):
         self.free = asyncio.Semaphore(most)
@@ -71,7 +71,7 @@ class Exchange:
         self.inbox: asyncio.Queue[Delta] = asyncio.Queue()
 
     async def begin(self, receive: Receive, tokenizing: Workers, grammars: Workers) -> None:
-        """Let the jobs wait for rows. If `receive` says that the client went away, nobody wants them any more."""
+        """Queue the jobs. If `receive` reports that the client disconnected, cancel them."""
         formed = self.ask.response_format or self.ask.structured_outputs
         grammar = await grammars.run(self.service.grammar_of, self.ask) if formed else None
         self.reply = await tokenizing.run(self.service.prepare, self.ask, grammar, self.inbox.put_nowait)

@@ -1,4 +1,4 @@
-"""What a scheduler is asked for, and what it tells of it."""
+"""The jobs of a scheduler, and the deltas that it reports for them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

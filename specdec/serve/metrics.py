@@ -45,8 +45,8 @@ class Metrics:
     holds `lock` sees whole updates only."""
 
     def __init__(self, model: str, positions: int = 0):
-        """model: the label `model_name` of all series. positions: the deepest level of a tree, whose counters are there
-        from the start."""
+        """model: the label `model_name` of all series. positions: the deepest level of a tree; its counters exist from
+        the start."""
         disable_created_metrics()  # `_created` series, which vLLM does not have either
         self.registry, self.lock = CollectorRegistry(), threading.RLock()
         self.own, self.families, self.series = {"model_name": model, "engine": "0"}, {}, {}

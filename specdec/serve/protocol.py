@@ -115,7 +115,7 @@ class StructuredOutputs(Part):
 
 
 class Wish(Part):
-    """What a request says of its own speculation: a field of this server alone."""
+    """The speculation settings of a request: a field of this server alone."""
 
     off: bool = False
     steps: int | None = Field(None, ge=0)
@@ -276,7 +276,7 @@ Kind = TypeVar("Kind", bound=Ask)
 
 
 def read(kind: type[Kind], body: Any) -> Kind:
-    """A request's JSON as an `Ask` of this kind. `Refusal` for what it does not take; null stands for no value."""
+    """Parse a request's JSON as an `Ask` of this kind. Raises `Refusal` for invalid fields; null means no value."""
     if not isinstance(body, dict):
         raise Refusal(f"the body must be a JSON object, got {shown(body)}")
     given = {name: value for name, value in body.items() if value is not None and name not in NO_EFFECT}

@@ -120,10 +120,10 @@ class Reply:
     created: int
     choices: list[Choice]
     prompt_tokens: int
-    token_ids: bool = False  # tell the ids of tokens, as vLLM does
+    token_ids: bool = False  # return the ids of tokens, as vLLM does
     acceptance: str = "none"  # reported with the usage: 'summary', 'detailed'
     drafts: int = 0  # nodes that a round can draft
-    prompt_details: bool = False  # the usage tells how many tokens of the prompts were not read again
+    prompt_details: bool = False  # report the number of cached prompt tokens in the usage
     object: ClassVar[str]
     chunk_object: ClassVar[str]
 
@@ -151,7 +151,7 @@ class Reply:
         return {"metrics": {"speculative_decoding": described}}
 
     def chunk(self, choice: Choice, piece: Delta, usage: bool = False) -> dict:
-        """A chunk of a stream. usage: tell what was used so far."""
+        """A chunk of a stream. usage: include the usage so far."""
         json = self._json(self.chunk_object, [self._of_choice(choice, piece)])
         return json | ({"usage": self.usage()} if usage else {})
 
@@ -160,7 +160,7 @@ class Reply:
         return {"index": choice.index} | self.fields(choice, piece, whole) | {"finish_reason": piece.finish} | ids
 
     def last_chunk(self) -> dict:
-        """The chunk that tells the usage: it has no choices."""
+        """The chunk with the usage: it has no choices."""
         return self._json(self.chunk_object, []) | {"usage": self.usage()} | self.metrics()
 
     def _json(self, kind: str, choices: list[dict]) -> dict:

@@ -25,7 +25,7 @@ CHUNKS = {"cpu": 256, "cuda": 2048}  # tokens of prompts between two rounds: mea
 
 
 class Scheduler:
-    """Serves jobs with an engine until it is closed. `start` begins, and nobody else may touch the engine then."""
+    """Serves jobs with an engine until it is closed. After `start`, no other code may use the engine."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class Scheduler:
         self.served: object = None  # the request that got a row last
         self.prefilled = False  # the last step was a prefill
         self.rests = True  # the engine has nothing left to do, and has dropped the state of finished rows
-        self.since: float | None = None  # when the last step ended, if nobody had to be waited for since
-        self.deadline: float | None = None  # when closed: until then, what runs may run
+        self.since: float | None = None  # when the last step ended; None if the engine has been idle since
+        self.deadline: float | None = None  # when closed: until then, running jobs may continue
         self.broken = ""  # why nothing can be decoded any more
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -163,7 +163,7 @@ class Scheduler:
         return True
 
     def _clock(self, is_round: bool) -> None:
-        """Tell an adaptive policy how long a round took with all that is between two of them."""
+        """Report to an adaptive policy how long a round took, including the work between two rounds."""
         before, self.since = self.since, time.perf_counter()
         if is_round and before is not None and self.engine.adaptive is not None:
             self.engine.adaptive.took(self.since - before)
@@ -190,7 +190,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give the engine queued jobs, as many as there are free rows and as the budget of a prefill allows. Between
-        two prefills there is a round for those that run already. Called with the lock held."""
+        two prefills there is a round for the running ones. Called with the lock held."""
         if self.prefilled and self.running:
             return
         joining: list[Job] = []
@@ -246,7 +246,7 @@ class Scheduler:
             self.deliver(deltas)
 
     def _book(self, deltas: list[Delta]) -> None:
-        """Count those that have ended, and what is left to do."""
+        """Count the ended jobs and the remaining ones."""
         now, metrics = time.perf_counter(), self.metrics
         with metrics.lock:
             for delta in deltas:
@@ -261,7 +261,7 @@ class Scheduler:
     # When decoding fails
 
     def _start_over(self, why: str) -> None:
-        """All that run end with an error, and the engine begins anew with those that wait."""
+        """End all running jobs with an error, and restart the engine with the waiting ones."""
         failed = list(self.running.values())
         self.running.clear()
         self._send([Delta(job, finish="error", error=why) for job in failed])
@@ -279,6 +279,6 @@ class Scheduler:
 
 
 def hand_out(deltas: list[Delta]) -> None:
-    """Tell jobs what a step did to them."""
+    """Pass a step's results to the jobs."""
     for delta in deltas:
         delta.job.tell(delta)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # they import the extra `serve`, which `main` has looked for
     from specdec.serve.service import Service
 
 EXTRA = ("fastapi", "uvicorn", "prometheus_client")
-CHAIN, POLICY = Chain(3), "ema"  # where no tree is asked for, on a CPU
-ROOM = 4096  # tokens of a text where nothing is said and the target takes more
+CHAIN, POLICY = Chain(3), "ema"  # the default on a CPU, without a tree
+ROOM = 4096  # default number of tokens of a text, if the target's context is larger
 KEY = "SPECDEC_API_KEY"
 IDLE = 20.0  # seconds
 ACCEPTANCE = ("none", "summary", "detailed")
@@ -188,8 +188,8 @@ def tree_of(args: argparse.Namespace) -> Tree:
 
 
 def policy_of(args: argparse.Namespace, drafter: Drafter) -> str | None:
-    """The adaptive policy that the flags ask for. Where they ask for no tree either, a CPU drafts as deep as pays at
-    the load, or not at all, except by who abstains where it knows nothing."""
+    """The adaptive policy of the flags. If they set no tree either, a CPU drafts as deep as pays at the load, or not at
+    all, unless the drafter abstains where it has no proposal."""
     return args.adaptive or (POLICY if left_to_cpu(args) and not drafter.abstains else None)
 
 

@@ -43,8 +43,8 @@ class Service:
         prompt_details: bool = False,
         speculation: Speculation | None = None,
     ):
-        """stream_interval: tokens of an event of a stream; None: those of a step. acceptance: what responses tell of
-        speculation: 'none', 'summary' or 'detailed'. prompt_details: usages tell how many tokens of prompts were not
+        """stream_interval: tokens of an event of a stream; None: those of a step. acceptance: speculation metrics of
+        responses: 'none', 'summary' or 'detailed'. prompt_details: usages report how many tokens of prompts were not
         read again. speculation: what requests may choose from; None: what the engine has, by its numbers. ValueError
         for a target without a tokenizer."""
         if target.tokenizer is None:
@@ -68,7 +68,7 @@ class Service:
             raise Refusal(what, "model", status=404, code="model_not_found")
 
     def prepare(self, ask: Ask, grammar: Grammar | None, tell: Callable[[Delta], None]) -> Reply:
-        """The reply to a request, with a job for each choice, which nobody has submitted yet. grammar: of all texts.
+        """Return the reply to a request, with a job for each choice, not yet submitted. grammar: of all texts.
         tell: called with every delta. `Refusal` for what is not served."""
         self.check_model(ask.model)
         prompts = self._prompts(ask)

@@ -26,7 +26,7 @@ from specdec.tuning.timing import CONTEXT, median, room_for, time_rounds
 
 NAMES = (Fixed.name, Table.name, Bandit.name, Survival.name)
 HELP = "draft by the load: " + ", ".join(NAMES[1:])
-GUESS = 0.6  # how often a level is accepted where the one before was, if nobody has measured it
+GUESS = 0.6  # how often a level is accepted if the one before was, without measurements
 ROUNDS, REPEATS = 6, 3  # timed rounds of a kind in a turn, and turns
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that cut trees are timed with
 
@@ -78,7 +78,7 @@ def first_rates(acceptance: Acceptance | None, tree: TreePolicy, temperature: fl
         if steps <= len(table):
             nodes = min(kind.nodes, most_nodes(len(table[0]), steps))
             taus.append(acceptance.tau(optimal_paths(table[:steps], nodes), temperature))
-        else:  # the last level that was measured goes on
+        else:  # extrapolate from the last measured level
             taus.append(taus[-1] + max(taus[-1] - taus[-2], 0.0) * GUESS)
     reach = np.maximum(np.diff(taus), 0.01)
     return np.clip(reach / np.concatenate([[1.0], reach[:-1]]), 0.05, 0.99).tolist()

@@ -87,14 +87,14 @@ class Calibrated(Estimator):
 
 
 class Margin(Calibrated):
-    """The same of the margin: how far a node's log-probability lies above that of its best sibling, or below. A node
+    """The same for the margin: the difference of a node's log-probability to that of its best sibling. A node
     without siblings in the tree has its log-odds as margin."""
 
     def feature(self, draft: Draft) -> np.ndarray:
         odds = super().feature(draft)
         siblings = draft.parents[:, :, None] == draft.parents[:, None]
         siblings &= ~np.eye(draft.nodes, dtype=bool)
-        siblings[:, :, 0] = False  # the root is its own parent, and nobody's sibling
+        siblings[:, :, 0] = False  # the root is its own parent, and no node's sibling
         best = np.where(siblings, draft.edges[:, None], -np.inf).max(-1)
         return np.where(np.isfinite(best), draft.edges - best, odds)
 
@@ -120,8 +120,8 @@ def make_estimator(name: str, levels: int) -> Estimator:
 
 
 def observed(outcome: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows, nodes and labels of what a round tells: of every accepted node's children whether each was right. Nothing
-    is known of the other nodes."""
+    """Return rows, nodes and labels of a round: for the children of accepted nodes, whether each was right. The other
+    nodes are unknown."""
     draft, path = outcome.draft, outcome.path
     on_path = np.zeros(draft.edges.shape, dtype=bool)
     np.put_along_axis(on_path, path, True, 1)  # the root too, as paths are padded with 0

@@ -14,8 +14,8 @@ DEPTHS = (1, 2, 4, 8)
 NODES = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (32, 128, 384)
 ROUNDS = 12  # timed in a turn
-# Settings of an engine whose rounds are timed. A CUDA graph does not separate the parts of a round. A batch that keeps
-# the rows that have ended costs the same in every round, and so does one whose drafter may not abstain.
+# Settings of an engine whose rounds are timed. A CUDA graph does not separate the parts of a round. A round costs the
+# same every time only if ended rows stay in the batch and the drafter does not abstain.
 TIMED = {"graphs": False, "compact": False, "abstain": False}
 
 

@@ -1,4 +1,4 @@
-"""Tokens a second by costs and replayed rounds: of decoding with one tree, and of the best choice by round."""
+"""Tokens per second by costs and replayed rounds: of decoding with one tree, and of the best choice by round."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Prediction:
 def round_contexts(emitted: list[list[int]], prompts: list[int], batch: int) -> Iterator[tuple[int, np.ndarray]]:
     """For each batch of consecutive questions its size, and the tokens of the longest row before each round [rounds].
 
-    emitted: tokens by question and round. prompts: lengths in tokens. A batch goes on until its last row has ended."""
+    emitted: tokens by question and round. prompts: lengths in tokens. A batch runs until its last row has ended."""
     for start in range(0, len(emitted), batch):
         rows, lengths = emitted[start : start + batch], prompts[start : start + batch]
         most = max(map(len, rows))

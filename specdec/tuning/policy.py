@@ -7,9 +7,9 @@ The arms are the numbers of levels that a round may draft. The bandit knows thre
                and how fast the machine is lately
     evidence   the blocks of rounds that its excess was learnt from; the standard error is NOISE / sqrt(1 + evidence)
 
-It plays the arm with the most tokens a second. After plain rounds, and at a load at which no drafts were played, drafts
-count with their lower bound, one standard error below. The arm with the best upper bound, two standard errors above, is
-tried for a block as often as that costs no more than SHARE of the time.
+It plays the arm with the most tokens per second. After plain rounds, and at a load at which no drafts were played,
+drafts count with their lower bound, one standard error below. The arm with the best upper bound, two standard errors
+above, is tried for a block as often as that costs no more than SHARE of the time.
 """
 
 import math
@@ -22,9 +22,9 @@ import numpy as np
 from specdec.engine.adaptive import Outcome, Policy
 from specdec.tuning.costs import PLAIN, Costs, Kind
 
-# Rounds that a choice stands for. A choice takes about 50 us, so that it costs less than a hundredth of rounds of 1 ms.
+# Rounds of a choice. A choice takes about 50 us, so that it costs less than a hundredth of rounds of 1 ms.
 BLOCK = 16
-SETTLE = 4  # rounds after a change that tell nothing of their kind: the drafter absorbs what plain rounds left
+SETTLE = 4  # rounds after a change that do not count: the drafter absorbs the positions of plain rounds
 NOISE = 0.1  # share by which a block on a shared machine differs from the next block, whatever it plays
 SHARE = 0.01  # of the time goes into tries at most: a fifth of the 5 % that a policy may lose to the best fixed choice
 MOST_BLOCKS = 16  # of evidence at most: NOISE / 4, below which two arms are equal
@@ -106,7 +106,7 @@ class Load:
 
 
 class Bandit(Policy):
-    """Drafts as deep as gives the most expected tokens a second."""
+    """Drafts as deep as gives the most expected tokens per second."""
 
     name = "ema"
     timed = False  # a server reports how long rounds take
@@ -169,13 +169,13 @@ class Bandit(Policy):
         price = BLOCK * seconds[tried] * max(1 - speed[tried] * self.pace, 0.0)
         if self.now == 0:  # the drafter absorbs each row's text, about a forward of each
             price += rows * float(self.costs.seconds(PLAIN))
-        # A second block in a row would tell nothing of the arm, as `_close` takes it for the machine's speed.
+        # A second block in a row would not measure the arm, as `_close` attributes it to the machine's speed.
         self.trying = not self.trying and upper[tried] > speed[self.now] and (first or load.credit >= price)
         load.credit = min(load.credit, price) if self.trying else load.credit
         return tried if self.trying else self.now
 
     def _speed(self, rows: int, seconds: np.ndarray) -> np.ndarray:
-        """Return tokens a second of a row by levels [D+1]. seconds [D+1]: of a round."""
+        """Return tokens per second of a row by levels [D+1]. seconds [D+1]: of a round."""
         return self.rates.tokens() / seconds
 
     def _seconds(self, rows: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The policy `survival`: of all nodes of all rows those that are worth the target's time."""
+"""The policy `survival` verifies the nodes of all rows that are worth the target's time."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from specdec.tuning.policy import BEGIN, BLOCK, MEMORY, Bandit
 FIRST = 64  # rows, in BEGIN rounds at least, that are drafted as deep as can be and verified whole, to learn from
 WHOLE = 2 * BLOCK  # one of so many later drafts is verified whole
 SELDOM = BLOCK // 2  # one of so many drafts updates trees of fewer levels, and is looked at if cuts do not pay lately
-Cut = tuple[np.ndarray | None, float]  # nodes to keep, None for all; and a row's expected tokens a second with these
+Cut = tuple[np.ndarray | None, float]  # nodes to keep, None for all; and a row's expected tokens per second with these
 
 
 class Survival(Bandit):
     """Every node of every row's tree is scored by its survival, the product of the estimated acceptances on its path,
-    and the best are verified: as many as give the most expected tokens a second by the measured costs (top S over the
+    and the best are verified: as many as give the most expected tokens per second by the measured costs (top S over the
     batch: vLLM's adaptive verification and TETRIS, for chains; here for trees). How deep to draft follows from what the
     best nodes of such trees were expected to give lately, at the best width.
 
@@ -112,7 +112,7 @@ class Survival(Bandit):
         width = 1 + int(speed.argmax())
         if width == draft.nodes:
             return None, speed[-1]
-        order = np.argsort(-survival, axis=1, kind="stable")  # a parent stands before its children, also among equals
+        order = np.argsort(-survival, axis=1, kind="stable")  # a parent precedes its children, also among equals
         return np.sort(order[:, :width], 1), speed[width - 1]
 
     @staticmethod

@@ -15,7 +15,7 @@ class Table(Policy):
     name = "table"
 
     def __init__(self, levels: Mapping[int, int]):
-        """levels: from this number of rows on, this many. The smallest number also stands for fewer rows."""
+        """levels: from this number of rows on, this many. The smallest number also applies to fewer rows."""
         self.starts = sorted(levels)
         self.depths = [levels[start] for start in self.starts]
 

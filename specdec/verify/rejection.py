@@ -46,8 +46,7 @@ class MultiRoundRejection(Rule):
 
 
 def children_by_rank(tree: DraftTree) -> Tensor:
-    """[B,N,K] the children of each node in order of index, K = tree.topk; 0, which is nobody's child, where there is
-    none."""
+    """[B,N,K] the children of each node in order of index, K = tree.topk, padded with 0, which is no node's child."""
     b, n = tree.parents.shape
     nodes = torch.arange(n, device=tree.parents.device).expand(b, n)
     siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes[:, None] > 0)

@@ -12,7 +12,7 @@ from specdec.structs import DraftTree, Verdict
 
 
 class Rule:
-    """What rules say of themselves (`structs.Verifier`), where they say nothing else."""
+    """Defaults of rules (`structs.Verifier`)."""
 
     lossless: ClassVar[bool] = True
     needs_q: ClassVar[bool] = False
@@ -22,7 +22,7 @@ class Rule:
 
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:
-    """hit [B,N], whatever it says of the root -> [B,N] bool: is every node on the way from the root a hit?"""
+    """hit [B,N], with any value at the root -> [B,N] bool: is every node on the way from the root a hit?"""
     # Of truth values a >= b says that b implies a.
     return (hit[:, None, 1:] >= tree.ancestors[..., 1:]).all(-1)
 

@@ -265,7 +265,7 @@ def test_every_family_has_readings_that_load(kind, tmp_path):
     assert all(outcome.tau >= 1 for outcome in outcomes)
     names = {outcome.name for outcome in outcomes}
     if kind == "dflash":
-        assert {"slot k tells token p+k+1", "a slot sees no later one"} <= names
+        assert {"slot k predicts token p+k+1", "a slot sees no later one"} <= names
     assert kind != "peagle" or not any("feedback" in name for name in names)  # it feeds nothing back
     report = command.description.inspect(tmp_path / "it")
     assert report["problems"] == []

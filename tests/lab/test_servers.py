@@ -64,7 +64,7 @@ def test_a_wrong_server_is_caught(ids, target):
             proof = against_engine(Remote(fast.url), target, PROMPTS, NEW)
             assert proof.bugs == len(proof.mismatches) > 0
         else:
-            with pytest.raises(ValueError, match="tells no token ids"):
+            with pytest.raises(ValueError, match="returns no token ids"):
                 against_engine(Remote(fast.url), target, PROMPTS, NEW)
 
 

@@ -38,7 +38,7 @@ class CompiledRounds:
             self.workshop.forget()
 
     def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
-        # Half of it tells the most. But of a window between the two only the longer one has a mask.
+        # Half the bound shows most. But of a window between the two only the longer one has a mask.
         bounds = [bound, max(bound // 2, 1), max(bound - 1, 1)]
         if self.workshop is None:
             return compiled_run(run, preserved, bounds, self.compile)

@@ -1,4 +1,4 @@
-"""Graphs compiled in another process, so that rounds go on meanwhile.
+"""Compiles graphs in another process, while rounds continue.
 
 That process has the lowest priority. It may outlive its parent, and the next process finds its result in the cache.
 """
@@ -27,7 +27,7 @@ from specdec.threads import full_threads
 
 @dataclass(frozen=True)
 class Place:
-    """Stands for a node of a graph that is written down."""
+    """Placeholder for a node of a graph that is written down."""
 
     number: int
 
@@ -167,7 +167,7 @@ class Workshop:
 
 @one_sentence_errors
 def main() -> None:
-    """Compile the graph that standard input tells."""
+    """Compile the graph that is read from standard input."""
     native.load()
     native.has_rows()
     (nodes, inputs), library, threads = pickle.load(sys.stdin.buffer)

@@ -29,7 +29,7 @@ def library_path(graph: RoundGraph) -> Path:
 
 
 def key_of(graph: RoundGraph) -> str:
-    """Tells graphs, processors, versions and settings apart that need libraries of their own."""
+    """Return a key that differs for graphs, processors, versions and settings that need libraries of their own."""
     shapes = [(x.dtype, x.device, tuple(x.shape), x.stride()) for x in graph.inputs]
     settings = sorted(OPTIONS.items()), full_threads(), torch.__version__, features()
     return hashlib.sha256(repr((str(graph.module.graph), shapes, settings)).encode()).hexdigest()[:24]

@@ -1,7 +1,7 @@
 """A recorded round as a graph of torch.fx: a function of the tensors that the round found.
 
 The number of slots that attention may read, the bound, changes from round to round. So a round is recorded twice, with
-two bounds. A number that differs between the records lies on a straight line over the bound, and the graph computes it.
+two bounds. A number that differs between the records is a linear function of the bound, and the graph computes it.
 The graph takes the bound from the length of its first input, and so one graph serves all bounds.
 """
 
@@ -36,7 +36,7 @@ class RoundGraph:
 def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
     """The graph of a round that was recorded with two bounds, or, for one bound only, once.
 
-    Raises ValueError for a round whose operators depend on the bound otherwise than by numbers on a line."""
+    Raises ValueError for a round whose operators depend on the bound in any other way."""
     other = other or one
     if one.operators() != other.operators():
         raise ValueError("a round cannot be compiled whose operators depend on the length of the texts")
@@ -84,7 +84,7 @@ class GraphBuilder:
         return self.graph.placeholder(f"input{len(self.inputs) - 1}")
 
     def _place(self, x: Tensor) -> None:
-        """Make x an input, or, if it lies in a storage that is written, all of that: inputs that are written may not
+        """Make x an input. If its storage is written, make the whole storage one: inputs that are written may not
         overlap."""
         key = storage_of(x)
         if key not in self.written:
@@ -203,8 +203,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def filler(value: Any, places: dict[int, int]) -> Callable[[list[Tensor]], Any]:
-    """A function of tensors that gives copies of nested dataclasses. There tensor i is in the place of the tensor whose
-    identity `places` maps to i; what holds none of these is not copied. Rounds call it, so places are found before."""
+    """Return a function of tensors that copies nested dataclasses. It replaces the tensor whose identity `places` maps
+    to i by tensor i; parts without such tensors are not copied. Rounds call it, so places are found in advance."""
     if isinstance(value, Tensor) and id(value) in places:
         return operator.itemgetter(places[id(value)])
     held = {field.name: vars(value)[field.name] for field in fields(value)} if is_dataclass(value) else {}

@@ -1,8 +1,8 @@
 """Speed of several ways to decode, side by side in one run (docs/bench.md).
 
 In each configuration every contender is warmed up and has its first trial. Then all take turns, trial by trial, and
-medians over the trials count. So a run that is cut off has measured those that were begun. What fails, does not fit or
-would come after the time budget is a row with the reason: nothing is left out.
+medians over the trials count. So an interrupted run has results of the configurations that were begun. A contender that
+fails, does not fit or would exceed the time budget has a row with the reason.
 """
 
 import statistics
@@ -40,7 +40,7 @@ class Configuration:
 
 
 def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[Configuration]:
-    """The chosen configurations of those that are known by name.
+    """Return the chosen configurations by their names.
 
     Raises ValueError for a name that is not known, and for a field that there is not."""
     out = []
@@ -156,7 +156,7 @@ class Bench:
             what(name)
         except NotAvailable as error:
             row["skipped"] = str(error)
-        except Exception as error:  # a benchmark reports what a contender cannot do, and goes on
+        except Exception as error:  # a benchmark reports a contender's failure and continues
             row["failed"] = sentence(error)
         if "failed" in row or "skipped" in row:
             self.runs.pop(name, None)

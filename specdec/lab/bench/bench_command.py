@@ -3,8 +3,8 @@
     specdec bench suite=standard shape=llama_3_2_1b device=cuda        # random weights: speed only
     specdec bench suite=quick shape=llama_3_1_8b device=cuda simulate_tau=3.5
 
-Prints a table and writes one JSON file, anew after every trial; the last line is one JSON object. docs/bench.md says
-what the numbers mean, `--cfg job` prints every setting.
+Prints a table and writes one JSON file, again after every trial; the last line is one JSON object. docs/bench.md
+explains the numbers, `--cfg job` prints every setting.
 """
 
 import json

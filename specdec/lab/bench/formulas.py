@@ -26,7 +26,7 @@ WIDTH, STEPS = 10, 8  # of the dynamic tree
 
 @dataclass
 class Shapes:
-    """Sizes of a model, by default those of an 8B Llama, and where its tensors lie."""
+    """Sizes of a model, by default those of an 8B Llama, and the device of its tensors."""
 
     device: torch.device
     hidden: int = 4096

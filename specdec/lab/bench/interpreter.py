@@ -30,7 +30,7 @@ def use_interpreter() -> None:
             patched.update(modules)
         return SimpleNamespace(restore=lambda: None)
 
-    # For each value it looks numpy's dtype up in a table that it makes anew, which took a twelfth.
+    # It looks up each value's numpy dtype in a table that it builds every time, which took a twelfth.
     find, found = interpreter._get_np_dtype, {}
 
     def remembered(kind):

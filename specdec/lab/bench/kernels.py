@@ -8,9 +8,9 @@ those of an 8B Llama that verifies a tree (`--nodes`) after `--context` committe
 `--trials` replays of a CUDA graph, the L2 cache overwritten before each, so that neither launches from Python nor a
 warm cache count. gb_per_s counts what the formula must move, whatever an implementation moves. share_of_ceiling is the
 larger of gb_per_s and tflop_per_s, to the measured best. compile_seconds is the first call under `torch.compile`. An
-implementation that fails is named with its error, and the run goes on.
+implementation that fails is named with its error, and the run continues.
 
-Writes one JSON file with device, versions and command, anew after each kernel; the last line of the output is the same
+Writes one JSON file with device, versions and command, again after each kernel; the last line of the output is the same
 object.
 """
 
@@ -59,7 +59,7 @@ class Bench:
             compiled()
             wait(self.device)
             line["compile_seconds"] = round(time.perf_counter() - start, 2)
-        except Exception as error:  # a benchmark reports what a library cannot do, and goes on
+        except Exception as error:  # a benchmark reports a library's failure and continues
             line["compile_seconds"] = sentence(error)
         times, ways = {}, {"kernel": case.kernel, "eager": case.eager, "compile": compiled}
         for name, run in (ways | case.others).items():

@@ -6,7 +6,7 @@ Weights are random, and rounds emit `--tau` tokens whatever is drafted (`lab.ben
 and the speed-up is SIMULATED. On a GPU every part is captured as a CUDA graph of its own, so no part's time includes
 launches from Python; on the CPU parts are called. Plain decoding is compared with the bandwidth that is measured here.
 
-Writes one JSON file, anew after each part; the last line of the output is the same object.
+Writes one JSON file, again after each part; the last line of the output is the same object.
 """
 
 import argparse
@@ -45,7 +45,7 @@ PARTS = ("draft", "verify", "rule", "commit", "extend")
 
 
 class Scene:
-    """A round that is about to be played, again and again: one row of `prompt`, which lies in the caches."""
+    """A round that can be played repeatedly: one row of `prompt`, which is in the caches."""
 
     def __init__(self, target, drafter, tree, verifier, prompt: list[int]):
         self.target, self.drafter, self.tree, self.verifier, self.prompt = target, drafter, tree, verifier, prompt
@@ -149,7 +149,7 @@ def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> 
 
 
 def measure_loops(report: Report, scene: Scene, new: int, trials: int) -> None:
-    """Whole decodings, which take turns: plainly, speculatively, and with an observer who may read everything."""
+    """Whole decodings, which take turns: plainly, speculatively, and with an observer that reads all fields."""
     plain, fast = Engine(scene.target), Engine(scene.target, scene.drafter, scene.tree, scene.verifier)
     ways = {"plain loop": (plain, None), "loop": (fast, None), "observed loop": (fast, lambda report: None)}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}  # ms of a round, and tokens/s

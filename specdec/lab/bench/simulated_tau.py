@@ -22,10 +22,10 @@ class SimulatedTau:
     """Does all the work of `verifier`, and then lets every row emit a number of tokens that depends on the round alone.
 
     Round r of this object emits floor((r+1) tau) - floor(r tau) tokens, the bonus counted, so that k rounds emit k tau
-    tokens, rounded down. The accepted nodes are the tree's first ones, whether or not they lie on a path: as many keys
-    move as on a path of that length. No text that it makes is the target's, so `specdec.verify` does not know it.
+    tokens, rounded down. The accepted nodes are the tree's first ones, even if they are not on one path: as many keys
+    move as on a path of that length. Its text is not the target's, so `specdec.verify` does not list it.
 
-    The count of rounds lies on the device, so that nothing waits for it and a captured round goes on counting.
+    The count of rounds is on the device, so that nothing waits for it and a captured round continues counting.
     """
 
     tau: float

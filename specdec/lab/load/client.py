@@ -42,7 +42,7 @@ class Asked:
 
 @dataclass
 class Answer:
-    """What came back. Times are seconds since the request was sent."""
+    """A response. Times are seconds since the request was sent."""
 
     sent: float  # on `time.perf_counter`
     arrivals: list[float] = field(default_factory=list)  # of events with choices

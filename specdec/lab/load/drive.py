@@ -26,8 +26,8 @@ class Load:
 
 
 async def drive(client, asked: Asked, prompts: Sequence[str], load: Load, seed: int = 0) -> dict:
-    """Send every prompt once. Returns the figures of the run, `figures_of` with the acceptance that the server's
-    counters tell."""
+    """Send every prompt once. Returns the figures of the run (`figures_of`), with the acceptance from the server's
+    counters."""
     before, start = await counters(client), time.perf_counter()
     slots, draw, tasks = asyncio.Semaphore(load.concurrency or len(prompts)), random.Random(seed), []
 
@@ -66,7 +66,7 @@ def figures_of(answers: Sequence[Answer], seconds: float) -> dict:
         "e2e_ms": spread([1e3 * answer.seconds for answer in valid]),
     }
     median = found["tpot_ms"] and found["tpot_ms"]["median"]
-    return found | {"interactivity": 1e3 / median if median else None}  # tokens a second that one client sees
+    return found | {"interactivity": 1e3 / median if median else None}  # tokens per second of one client
 
 
 def spread(values: Sequence[float]) -> dict | None:
@@ -92,7 +92,7 @@ async def counters(client) -> dict[str, float]:
 
 
 def acceptance_of(before: dict[str, float], after: dict[str, float]) -> dict:
-    """What the counters say of a run: its acceptance length, and the share of drafted tokens that were accepted."""
+    """Return the acceptance length of a run, and the share of drafted tokens that were accepted, from the counters."""
     drafts, drafted, accepted = (after.get(name, 0.0) - before.get(name, 0.0) for name in COUNTERS)
     if not drafts:
         return {"acceptance_length": None, "acceptance_rate": None}

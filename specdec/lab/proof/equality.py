@@ -107,7 +107,7 @@ class EqualityProver:
         plain = self.plain[number]
         pairs = zip(plain, tokens, strict=False)
         position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if position is None:  # one text ends where the other goes on
+        if position is None:  # one text ends where the other continues
             position = min(len(plain), len(tokens)) - 1
         prefix = torch.tensor([self.prompts[number] + plain[:position]], device=self.target.device)
         coarse = self.target(prefix, None)[0][0, -1]

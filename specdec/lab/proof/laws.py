@@ -113,7 +113,7 @@ def prove_law(
 def chi_square(seen: Tensor, expected: Tensor) -> float:
     """The p-value of counts [K] against expected counts [K] of the same sum.
 
-    It is 0 where the impossible happened, and NaN where the counts are too few to tell."""
+    It is 0 where the impossible happened, and NaN where the counts are too few."""
     if seen[expected == 0].sum() > 0:
         return 0.0
     rare = expected < LEAST_EXPECTED
@@ -134,8 +134,8 @@ def exact_distance(verifier: Verifier, sampling: Sampling) -> float:
 
     The tree is a root (token 0) with two children (2 and 4), and one child of the first (1).
 
-    It takes rules whose only chance is the target's token at every node, as `match`. Every outcome of those draws is
-    given to the rule as logits with one likeliest token, and weighs the product of its tokens' probabilities.
+    It supports rules whose only random draw is the target's token at every node, as `match`. Every combination of those
+    draws is passed to the rule as logits with one most likely token, weighted by the product of the probabilities.
     """
     p = filtered_probs(table_logits()[0], sampling).double()
     tokens, parents, depth = torch.tensor([[[0, 2, 4, 1]], [[0, 0, 0, 1]], [[0, 1, 1, 2]]])

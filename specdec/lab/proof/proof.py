@@ -50,7 +50,7 @@ class OneInAThousand:
 
 @dataclass
 class Proof:
-    """Everything that was tested, and what came of it."""
+    """All tests and their results."""
 
     equal: list[tuple[str, str, str, EqualityProof]] = field(default_factory=list)  # drafter, tree, sampling
     laws: list[tuple[str, str, str, LawProof]] = field(default_factory=list)  # verifier, tree, sampling

@@ -37,7 +37,7 @@ class RollbackProof:
     cases: int = 0
     states: int = 0  # cases whose caches depend on what was rejected
     logits: int = 0  # cases whose next logits depend on it
-    rounded: int = 0  # cases in which they do by rounding alone, of a target with experts
+    rounded: int = 0  # cases in which they do by rounding alone, for targets with experts
     astray: int = 0  # cases whose logits are not the plain text's
     largest: float = 0.0  # difference of a logit from the plain text's, as a share of the range
 

@@ -3,7 +3,7 @@
 The reference is this engine with the same weights, or a second server that decodes the same weights plainly. Texts may
 differ without a fault where two tokens are so near each other that rounding decides between them. So the first token
 that differs is judged: by the target in a finer dtype (`specdec.lab.proof.equality`), or by the plain server's own
-log-probabilities and how much they change if it is asked for the same position anew.
+log-probabilities and how much they change when the same position is requested again.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +16,7 @@ from specdec.lab.proof.equality import ComparedTexts, EqualityProver, Mismatch
 from specdec.model.target import Target
 from specdec.remote import Completion, Remote, in_order
 
-TOP = 5  # likeliest tokens that a server is asked for
+TOP = 5  # most likely tokens that a server is asked for
 PROBES = 4  # positions at which the plain server's rounding is measured
 
 
@@ -37,12 +37,12 @@ class ServerProof(ComparedTexts):
 
 
 def against_engine(server: Remote, target: Target, prompts: list[list[int]], new: int, at_once: int = 4) -> ServerProof:
-    """A server's texts against plain decoding of the same weights here. Raises ValueError if it tells no token ids."""
+    """Compare a server's texts with plain decoding of the same weights here. Raises ValueError if it returns no ids."""
     prover = EqualityProver(target, prompts, new)
     said = list(in_order(lambda prompt: server.complete(prompt, new, logprobs=0), prompts, at_once))
     if any(answer.tokens is None for answer in said):
         raise ValueError(
-            f"{server.root} tells no token ids (vLLM's return_token_ids), so its texts cannot be compared with this "
+            f"{server.root} returns no token ids (vLLM's return_token_ids), so its texts cannot be compared with this "
             "engine's: give a server without speculation as --plain-server"
         )
     proof = ServerProof(len(said), sum(len(a.tokens) for a in said), [], _who(server), f"this engine, {target.name}")
@@ -70,10 +70,10 @@ def against_server(server: Remote, plain: Remote, prompts: list[list[int]], new:
 
 
 def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, reference: Completion) -> Mismatch:
-    """Ask the plain server anew at the first token that differs, and at a few before it."""
+    """Query the plain server again at the first token that differs, and at a few before it."""
     pairs = list(zip(_tokens(answer), _tokens(reference), strict=False))
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-    if position is None:  # one text ends where the other goes on
+    if position is None:  # one text ends where the other continues
         return Mismatch(number, len(pairs), *_ends(answer, reference, len(pairs)), float("inf"), 0.0, False)
     names = (reference.names or _tokens(reference))[position], (answer.names or _tokens(answer))[position]
     found = Mismatch(number, position, str(names[0]), str(names[1]), float("inf"), 0.0, False)
@@ -92,7 +92,7 @@ def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, re
 
 
 def _ends(answer: Completion, reference: Completion, length: int) -> tuple[str, str]:
-    """What stands at the end of the shorter text, in words."""
+    """Return the next token of each text at the end of the shorter one, in words."""
     return tuple("the end" if len(_tokens(x)) == length else str(_tokens(x)[length]) for x in (reference, answer))
 
 
@@ -114,7 +114,7 @@ def _logprobs(target: Target, prompt: list[int], tokens: list[int]) -> list[floa
 
 
 def _tokens(answer: Completion) -> list:
-    """The tokens by the best that the server tells: ids, names, or else characters."""
+    """The tokens in the most exact form that the server returns: ids, names, or else characters."""
     return answer.tokens or answer.names or list(answer.text)
 
 

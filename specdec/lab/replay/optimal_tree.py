@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
             write_text(Path(args.draft) / FILE, Acceptance(tuple(found.values()), about).as_text())
         if args.out is not None:
             write_tree(args.out, paths, f"Of {about}: see specdec/lab/replay/optimal_tree.py")
-    finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
+    finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
         for measured in found.values():
             show(measured)
     if args.out is not None:

@@ -1,7 +1,7 @@
 """Compare drafters on the same target, prompts and settings (Hydra):  specdec compare prompts=questions.jsonl
 
 Every prompt is decoded plainly and with each of `drafts`, or entry of conf/compare.yaml, in turn. Prints a table and
-a verdict in words, writes table.csv, chart.png and result.json under `out`; the last line is one JSON object. `--cfg
+a summary in words, writes table.csv, chart.png and result.json under `out`; the last line is one JSON object. `--cfg
 job` prints every setting.
 """
 
@@ -70,7 +70,7 @@ def run(config: DictConfig) -> None:
         write_csv(out / "table.csv", as_rows(scores))
         write_json(out / "result.json", result | {"settings": settings} | machine_in_short())
         write_figure(out / "chart.png", found.plot(title))
-    finally:  # what was measured is shown though it cannot be written, and written though nobody reads it
+    finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
         found.print()
     print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))

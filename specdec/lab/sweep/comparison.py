@@ -43,7 +43,7 @@ SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 
 class Comparison:
     """What `compare` found: a score for each drafter, in the order in which they were given.
 
-    Printed it is a table, and below it the verdict in words."""
+    Printed it is a table, followed by a summary in words."""
 
     scores: list[Score]
     plain_tokens_per_second: float
@@ -103,7 +103,7 @@ class Comparison:
         return f"{self._recorded().export_html(**how)}<p>{html.escape(self.verdict)}</p>"
 
     def print(self) -> None:
-        """Print the table and the verdict on the terminal."""
+        """Print the table and the summary on the terminal."""
         console(WIDTH).print(self._table())
         print(self.verdict)
 
@@ -203,7 +203,7 @@ def compare(
         **words: Fields of `Sampling`, such as `temperature`.
 
     Returns:
-        The comparison, which prints as a table with a verdict.
+        The comparison, which prints as a table with a summary.
 
     Raises:
         ValueError: A name does not exist, or something does not fit the target.

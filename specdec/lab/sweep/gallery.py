@@ -16,7 +16,7 @@ class DrawnNode:
 
     text: str
     number: str = ""  # a short one, after the text
-    accepted: bool = False  # it stands on the accepted path
+    accepted: bool = False  # it is on the accepted path
     bonus: bool = False  # it was not drafted: the target added it
     weight: float = 0.0  # 0..1, how much the box is filled
 

@@ -1,7 +1,7 @@
 """Drafters and trees on a benchmark (Hydra):  specdec sweep benchmark=mt_bench draft=DRAFT topk=[1,4]
 
 Writes points/, results.jsonl, timings.jsonl, report.html and figures/ under `out`; the last line is one JSON object.
-The same command goes on where an interrupted one was. `--cfg job` prints every setting; docs/sweeps.md says more.
+The same command continues an interrupted sweep. `--cfg job` prints every setting; docs/sweeps.md has the details.
 """
 
 import json

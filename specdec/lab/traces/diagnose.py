@@ -1,6 +1,6 @@
 """Why a drafter is accepted as often as it is: numbers from traces, and a probe for what traces do not hold.
 
-All results are plain values that JSON has; `None` stands where nothing was seen.
+All results are plain JSON values; `None` means that there was no data.
 """
 
 import math
@@ -26,12 +26,12 @@ NATS = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0, math.inf)  # entropy; edges of the bi
 
 
 def calibration(rows: Rows, bins: int = 10) -> dict:
-    """Is the drafter as often right as it thinks? Counted are the drafted tokens whose parent was accepted.
+    """Compare the drafter's probabilities with its accuracy, over drafted tokens whose parent was accepted.
 
     Returns {"bins": [{"draft", "accepted", "count"}], "error"}. Bins are of equal width in the probability under the
     drafter: draft is its mean, accepted the share of tokens accepted. error is the expected calibration error (arXiv
-    1706.04599), the mean over tokens of |accepted - draft| of their bin. There are no bins if the tree policy does not
-    tell probabilities."""
+    1706.04599), the mean over tokens of |accepted - draft| of their bin. There are no bins if the tree policy has no
+    probabilities."""
     examined = [pair for row in rows for r in row.rounds if r.tree is not None for pair in _examined(r)]
     out = _binned("draft", examined, [*(i / bins for i in range(bins)), math.inf])
     off = sum(abs(b["accepted"] - b["draft"]) * b["count"] for b in out)

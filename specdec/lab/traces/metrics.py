@@ -1,7 +1,7 @@
 """Every metric by name, computed from traces, with confidence intervals and by category.
 
 Each function takes the rows of a trace (`specdec.engine.recorder.TracedRow`). It returns nan where it is not defined:
-without a round, without drafts, or on trees where its authors know chains only. docs/metrics.md says who means which.
+without a round, without drafts, or on trees if it is defined for chains only. docs/metrics.md names the users of each.
 
 In the formulas a round accepts `a` drafted tokens before any cut at the end of the text, and adds `e` tokens to the
 text. Unless the end cuts it, e = a + 1: the bonus token counts.

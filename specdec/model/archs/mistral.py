@@ -1,6 +1,6 @@
 """Mistral: Llama without biases; the first releases attend to a sliding window of 4096 in every layer.
 
-With `layer_types` transformers takes it for Ministral, whose layers slide where that says so.
+With `layer_types` transformers treats it as Ministral, with sliding windows in the layers that it names.
 """
 
 from specdec.model.archs.base import ModelConfig, read_common, read_sliding

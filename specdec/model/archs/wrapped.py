@@ -1,13 +1,13 @@
 """Checkpoints in which the language model is a part: `*ForConditionalGeneration`, with `text_config` in the config.
 
 The language model's tensors are under `language_model.model.` (older files) or `model.language_model.` (newer ones),
-or stand where they always do (Qwen2-VL). All others belong to parts that see or hear, and are left alone: what is
+or have their usual names (Qwen2-VL). All others belong to vision or audio and are ignored: the loaded model
 loaded reads and writes text only.
 """
 
 import re
 
-# What the outer config says of the whole, where it says it.
+# Fields of the whole model that the outer config may have.
 OUTER = ("architectures", "tie_word_embeddings", "quantization_config", "eos_token_id", "dtype", "torch_dtype")
 INNER = re.compile(r"^(?:language_model\.model|model\.language_model)\.")
 TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.")

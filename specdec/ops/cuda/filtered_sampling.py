@@ -13,7 +13,7 @@ A row is cut into parts, so that few rows fill a GPU too. Three kernels follow e
     scan    part of a row -> its largest x, its sum of p, and the largest x of each of LANES / parts sets of its tokens
     list    part of a row -> those of its tokens that may survive, mostly a handful
     draw    row -> its lists moved together; t_k and then t_p, found exactly by bisection over the order of floats in 32
-            short passes over the list each; the race of those that survive
+            short passes over the list each; the race of the surviving tokens
 
 A token may survive if it is above a lower bound of t, which follows from what all parts of its row scanned. With top-k
 that is the top_k-th largest of the LANES largest x, which are those of top_k different tokens. With top-p alone it is
@@ -256,7 +256,7 @@ def launch(
     by_k, by_p, by_peak = 0 < top_k < vocab, top_p < 1, min_p > 0
     if parts is None:
         parts = part_count(rows, RESIDENT * processors(logits.device), vocab // LEAST_PART, MOST_PARTS)
-    size = triton.cdiv(vocab, parts * 128) * 128 if parts > 1 else vocab  # what divides it tells that loads may be wide
+    size = triton.cdiv(vocab, parts * 128) * 128 if parts > 1 else vocab  # divisible by 128, so that loads can be wide
     width = min(LANES, triton.next_power_of_2(size))
     top = min(LANES // parts, width)
 

@@ -1,4 +1,4 @@
-"""The k likeliest tokens of a head and their log-probabilities, without writing the head's logits to memory.
+"""The k most likely tokens of a head and their log-probabilities, without writing the head's logits to memory.
 
     logits = hidden @ weight.T;    log p = logits - logsumexp(logits);    the k largest of each row, best first
 

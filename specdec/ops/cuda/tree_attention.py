@@ -6,7 +6,7 @@
 
 Flash-decoding (Dao et al. 2023): the committed slots of a row are cut into `splits` parts of equal length. The device
 finds the lengths from lens[b], so ragged rows are balanced and the host reads no length. The program of the last part
-goes on with the tree itself, and reads its mask as it is. The programs keep an online softmax in fp32. If there are
+continues with the tree itself, and reads its mask as it is. The programs keep an online softmax in fp32. If there are
 several parts, a second kernel merges them by their log-sum-exps. The query heads that share a key head are packed with
 the nodes into the rows of one tile, so every key is read once for all of them.
 """
@@ -195,7 +195,7 @@ def launch(
     The new positions are the last n of `nodes` in the scratch slots from lens[b] on.
     ancestors [B,n,nodes] bool: the scratch slots that each of them sees; None: all up to itself.
     depth [B,n]: their positions, counted from lens[b]; None: the order of the slots. It matters only with a window.
-    Scratch slots before the new ones, if there are, are then taken to lie as deep as those.
+    Scratch slots before the new ones, if there are any, are assumed to be as deep as those.
     slots: a host-side bound of lens, from which the number of splits follows if `splits` is None.
     """
     b, n, heads, dim = q.shape

@@ -158,15 +158,15 @@ def _call(text: str, given: tuple, settings: Mapping[str, Any]) -> str:
     return f"{short(text).partition(':')[2] or text}({', '.join(words)})"
 
 
-def settings_of(text: str, part: Callable, *aside: str) -> dict[str, Any]:
-    """The settings of a part with their defaults: the arguments that it takes by name, except `aside`.
+def settings_of(text: str, part: Callable, *skipped: str) -> dict[str, Any]:
+    """The settings of a part with their defaults: the arguments that it takes by name, except `skipped`.
 
     Raises:
         ValueError: An argument has no default, or one that no settings file can hold.
     """
     taken = inspect.signature(part).parameters.values()
     named = [
-        one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in aside
+        one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in skipped
     ]
     for one in named:
         if not isinstance(one.default, PLAIN):

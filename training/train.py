@@ -184,7 +184,7 @@ def run(config: DictConfig) -> None:
 
 
 def draft_of(trainer: Trainer) -> str:
-    """The drafter that a run leaves behind, as `--draft` takes it: with the user's own code, if it needs any."""
+    """The name of a finished run's drafter for `--draft`, with the user's own code, if it needs any."""
     draft, recipe = str(trainer.out / "draft"), trainer.drafter.recipe or {}
     if family_of(trainer.drafter) is not FAMILY or not own.is_own(recipe.get("_target_")):
         return draft

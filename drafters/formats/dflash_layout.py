@@ -97,7 +97,7 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
     check_form(meaning, heads=tuple(MARKOV.values()))
     if how.label != "p+k+1" or how.causal or any(how.sliding) or how.convolution:
         raise ValueError(
-            "this layout is for blocks whose slot k predicts token p+k+1, without windows, causal slots and convolutions"
+            "this layout is for blocks whose slot k predicts token p+k+1, without windows, causality and convolutions"
         )
     if target is None:
         raise ValueError("this layout holds the target's embeddings and head: give --target to copy them")

@@ -126,9 +126,9 @@ def test_a_tree_and_a_verifier_of_a_file(parts, tree):
     ],
 )
 def test_wrong_parts_are_one_sentence(parts, make, name, message):
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as raised:
         make(f"{parts}/{name}")
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_a_tree_that_contradicts_itself_is_refused_before_it_changes_the_text(parts):

@@ -1,7 +1,7 @@
 """Cache the target's features (Hydra):  specdec cache target.path=... data.path=... out=FOLDER
 
 Then `specdec train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
-say which hidden states are cached. The same command goes on where it was stopped: it checks the shards that are there,
+say which hidden states are cached. The same command continues after an interruption: it checks the existing shards,
 and makes missing and damaged ones. Every setting is in conf/cache.yaml.
 
 With from_vllm=FOLDER, or --from-vllm FOLDER, a target that runs in vLLM has computed the features, however many GPUs it
@@ -203,7 +203,7 @@ def check_sources(config: DictConfig) -> None:
 
 
 def read_states(config: DictConfig, target: Target, taps: tuple[int, ...], samples: list[Sample]) -> VllmStates:
-    """The states of the samples in the folder from_vllm. A server is asked for those that are not there."""
+    """The states of the samples in the folder from_vllm. Missing ones are requested from a server."""
     states = VllmStates(str(config.from_vllm), target, taps, config.layer_ids)
     states.take(samples, None if config.server is None else Remote(str(config.server)), config.requests)
     return states

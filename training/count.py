@@ -26,7 +26,7 @@ from specdec.training.loop.checkpoint import save_state
 
 
 def counts_of(target, data: list[Path], text: list[Path]) -> torch.Tensor:
-    """[V]: how often each token stands in an answer of `data` or anywhere in `text`. target: as of `load_texts`."""
+    """[V]: how often each token occurs in an answer of `data` or anywhere in `text`. target: as of `load_texts`."""
     vocab = target.vocab
     counts = torch.zeros(vocab, dtype=torch.int64)
     if data:

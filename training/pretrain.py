@@ -30,7 +30,7 @@ TARGET_FILES = (
 )  # fmt: skip
 
 # A message is one role token, the text, and one end token, with no white space between them. The generation markers
-# tell which tokens are the assistant's, so the loss mask comes from the template.
+# show which tokens are the assistant's, so the loss mask comes from the template.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message.role == 'assistant' -%}"
@@ -44,8 +44,8 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any string comes back unchanged. Digits stand alone, which a model of this size needs to
-    learn any arithmetic."""
+    """Byte-level BPE, so that any string comes back unchanged. Each digit is a token, as a model of this size needs
+    that to learn any arithmetic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -101,7 +101,7 @@ def pretrain(
     """Train on data [rows, T] once: Muon for the matrices of the blocks, AdamW for the rest. Returns a report.
 
     `seconds` ends the pass early: the learning rate then falls with the time, so that it reaches zero whatever the
-    machine does. The state is written to `checkpoint` every few minutes, and a run that finds it there goes on from it.
+    machine does. The state is written to `checkpoint` every few minutes, and a run that finds it continues.
     Raises ValueError if there are fewer rows than one batch, or none held out.
     """
     if len(data) < batch or len(heldout) == 0:
@@ -143,7 +143,7 @@ def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 
 
 def _resume(checkpoint: Path, model: LlamaForCausalLM, optimizers: Optimizers) -> int:
-    """Load a state that an earlier run wrote, if there is one; returns the step to go on with."""
+    """Load a state that an earlier run wrote, if there is one; returns the step to continue with."""
     if not checkpoint.exists():
         return 0
     state = torch.load(checkpoint, weights_only=True, map_location=model.device)

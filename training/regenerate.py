@@ -7,7 +7,7 @@ With --server a server with OpenAI's interface answers (vLLM, SGLang or `specdec
 on however many GPUs. Of T only the tokenizer is read, and the server gets token ids.
 It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. Each answer has its `tokens`, which
 training learns, and its `finish_reason`: `stop`, or `length` where --max-new-tokens cut it off.
-After an interruption of any kind the same command goes on where it was, and ends with the same bytes as a run that was
+After an interruption of any kind the same command continues, and ends with the same bytes as a run that was
 not interrupted.
 """
 
@@ -51,8 +51,8 @@ def records_of(name: str, split: str | None) -> Iterator[Record]:
 def prompts_of(
     target: Target, records: Iterable[Record], tally: Tally, turns: str = "first", day: str | None = None
 ) -> Iterator[Prompt]:
-    """Yield what stands before the assistant's first answer in each record, if that takes at most half of the context.
-    turns: 'all' keeps what is said before each later answer."""
+    """Yield the messages before the assistant's first answer in each record, if they take at most half of the context.
+    turns: 'all' includes the messages before each later answer."""
     longest = target.config.context // 2
     for where, messages in read_messages(records, target.tokenizer, tally):
         asked: list[list[Message]] = [[]]
@@ -108,7 +108,7 @@ def regenerate(
 
     Prompt number i has the seed (seed, i), and a batch that was cut off is answered again. So an answer depends on no
     other prompt, and not on where a run was interrupted. The order of the answers does depend on batch_size, which must
-    be the same to go on, as all settings must; and floating-point sums depend on it and on the machine, by rounding.
+    be the same to continue, as all settings must; and floating-point sums depend on it and on the machine, by rounding.
 
     files: `shard_size`, the answers of a file (default: all), and `only`, the number of the one file that is written.
     Raises ValueError if there is no prompt, or if `out` cannot be written or was begun with other settings.
@@ -157,7 +157,7 @@ def regenerate_remotely(
 
     Prompt number i is asked for with a seed that follows from (seed, i), so an answer does not depend on where a run
     was interrupted, if the server's texts do not depend on its other requests. A server of another model or version
-    does not go on with what was begun."""
+    does not continue the file."""
     batches = plan(prompts, 1, seed)
     settings = {"server_model": server.model, "server_version": server.version, "max_new_tokens": max_new_tokens}
     settings |= asdict(sampling) | {"seed": seed}
@@ -265,7 +265,7 @@ def read_part(text: str) -> tuple[int, int]:
 
 
 def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, int] | None = None) -> None:
-    """Read the prompts, and answer them into --out, which nobody else writes to meanwhile. part: (2, 4) is the third of
+    """Read the prompts, and answer them into --out, which is locked meanwhile. part: (2, 4) is the third of
     4 jobs, which take the files in turn; without --shard-size there is a file for each."""
     server = Remote(args.server, args.model) if args.server is not None else None
     target = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()

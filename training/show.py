@@ -2,7 +2,7 @@
 
     specdec show --target T --data conversations.jsonl
 
-Where there are no colours, as in a file, ⟦ and ⟧ stand around what is learnt.
+Without colours, as in a file, training tokens are between ⟦ and ⟧.
 """
 
 import argparse
@@ -24,14 +24,14 @@ LEARNT = "black on bright_green"
 
 
 def runs(tokenizer, sample: Sample) -> Iterator[tuple[str, bool]]:
-    """Yields the text in pieces, and whether each piece is learnt."""
+    """Yields the text in pieces, and whether each piece is of training tokens."""
     edges = np.flatnonzero(np.diff(sample.mask)) + 1
     for ids, mask in zip(np.split(sample.ids, edges), np.split(sample.mask, edges), strict=True):
         yield tokenizer.decode(ids), bool(mask[0])
 
 
 def show(tokenizer, sample: Sample, screen: Console) -> None:
-    """Print one conversation, and how many of its tokens are learnt."""
+    """Print one conversation, and its number of training tokens."""
     text = Text()
     for piece, learnt in runs(tokenizer, sample):
         if screen.color_system:

@@ -44,7 +44,7 @@ from specdec.training.rehearsal import rehearse
 
 
 def read_settings(kind: type, config: DictConfig | None, where: str):
-    """A dataclass of settings from a part of the configuration; null stands for the defaults.
+    """A dataclass of settings from a part of the configuration; null means the defaults.
 
     Raises ValueError for an unknown setting. where: the part's name, for that message.
     """
@@ -67,7 +67,7 @@ def check_folder(out: Path, resume: bool) -> None:
 
 
 def record(config: DictConfig, out: Path, resume: bool) -> None:
-    """Write config.yaml: resolved settings, versions and revision. Empty the log unless the run goes on."""
+    """Write config.yaml: resolved settings, versions and revision. Empty the log unless the run continues."""
     made_by = f"torch {torch.__version__}, transformers {transformers.__version__}, revision {revision() or 'unknown'}"
     write_text(out / "config.yaml", f"# {made_by}\n" + OmegaConf.to_yaml(config, resolve=True))
     if not resume:
@@ -81,8 +81,8 @@ def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
 
 
 def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPolicy) -> TrainerConfig:
-    """The settings of a run whose target has no layers here, so that nothing can be decoded. Raises ValueError for
-    what needs them."""
+    """Return the settings of a run without the target's layers, which decodes nothing. Raises ValueError for settings
+    that need the layers."""
     if not config.data.cache:
         raise ValueError("whole_target=false leaves the target's layers out: give data.cache=FOLDER of specdec cache")
     if on_policy.share > 0 or trainer.prompts not in (None, HELDOUT):
@@ -192,7 +192,7 @@ def draft_of(trainer: Trainer) -> str:
 
 
 def what_next(config: DictConfig, draft: str) -> str:
-    """The command that shows what has been learnt: a target that is not whole decodes in a server only."""
+    """The command that shows the trained drafter: a target that is not whole decodes in a server only."""
     if not config.whole_target:
         return f"doctor export {draft} FOLDER --for vllm --target {config.target.path or DEMO_TARGET}"
     whose = f" --target {config.target.path}" if config.target.path else ""
@@ -200,7 +200,7 @@ def what_next(config: DictConfig, draft: str) -> str:
 
 
 def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> Trainer:
-    """Assemble the run, and train to its end. Nobody else writes into `out` meanwhile."""
+    """Assemble the run, and train to its end. The caller has locked `out`."""
     trainer = assemble(config, processes)
     rehearse(trainer, config.drafter._target_, config.objective._target_, config.whole_target)
     if resume:

@@ -16,7 +16,7 @@ class Batch:
     """Rows of conversations, padded on the right."""
 
     tokens: Tensor  # [B,T]
-    loss_mask: Tensor  # [B,T] fp32, 1 where the token is to be learnt, 0 on padding
+    loss_mask: Tensor  # [B,T] fp32, 1 for training tokens, 0 on padding
     documents: Tensor | None = None  # [B,T] if packed: the number of the conversation in its row; padding is one more
     weights: Tensor | None = None  # [B,T] how much each token counts, if samples say so
     rows: list[list[int]] | None = None  # the conversations of each row, by `Sample.number`
@@ -29,10 +29,10 @@ class Batches:
     many conversations, in random order, as fit into so many tokens.
 
     Packing changes no conversation's losses. An objective reads up to `lookahead` tokens ahead of a position, so at a
-    conversation's end it reads the beginning of the next, where nothing may be learnt. A conversation that is learnt
-    from its beginning therefore stands first in its row.
+    conversation's end it reads the beginning of the next one, which must have no training tokens. A conversation with
+    training tokens at its beginning therefore comes first in its row.
 
-    Batch k of epoch e depends on (seed, e, k) alone, so a resumed run goes on where it was.
+    Batch k of epoch e depends on (seed, e, k) alone, so a resumed run continues where it stopped.
     """
 
     POOL = 32  # so many batches' samples are sorted by length together

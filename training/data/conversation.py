@@ -11,15 +11,15 @@ Message = dict[str, Any]
 SPEAKERS = ROLES | {"tool": "tool", "observation": "tool", "developer": "developer", "function_call": "assistant"}
 # What a chat template may read of a turn besides its content
 CARRIED = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "tool_call_id", "name")
-LOSS = ("weight", "train", "loss", "mask")  # by whom: OpenAI, Axolotl, ms-swift; none of them for 'mask'
+LOSS = ("weight", "train", "loss", "mask")  # names of OpenAI, Axolotl, ms-swift; none of these has 'mask'
 UNUSED = ("images", "image", "videos", "video", "audios", "audio", "functions", "documents", "refusal")
 
 
 class Conversation(list[Message]):
     """The messages of one record, at least one, and the tools that it offers. A plain text has one of role 'text'.
 
-    A message has `role` and `content`, those of `CARRIED` that the record gives it, `weight` (0: an answer that is not
-    learnt), and of an answer that `specdec regenerate` wrote `tokens` and `finish_reason`."""
+    A message has `role` and `content`, the fields of `CARRIED` in the record, `weight` (0: an answer without training
+    tokens), and for an answer of `specdec regenerate` `tokens` and `finish_reason`."""
 
     def __init__(self, messages: Iterable[Message], tools: list | None = None):
         super().__init__(messages)

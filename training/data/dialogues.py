@@ -14,7 +14,7 @@ class Prompt:
     ids: list[int]
     messages: Conversation  # up to the first answer
     number: int = 0  # among all prompts, by which it is seeded
-    later: tuple[list[Message], ...] = ()  # what is said before each of the following answers
+    later: tuple[list[Message], ...] = ()  # the messages before each of the following answers
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Dialogues:
         self.turn = 0
 
     def add(self, answers: list[Answer]) -> None:
-        """Take the answers of those that go on. A conversation ends at an answer that was cut off."""
+        """Add the answers of the running conversations. A conversation ends at an answer that was cut off."""
         asked, self.going, self.turn = self.going, [], self.turn + 1
         for i, answer in zip(asked, answers, strict=True):
             self.last[i] = answer

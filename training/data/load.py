@@ -55,7 +55,7 @@ class Tally:
 
 
 def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterator[tuple[str, Conversation]]:
-    """Yields where each good record stands, and its messages. Raises ValueError at the first conversation if the
+    """Yields the place of each good record, and its messages. Raises ValueError at the first conversation if the
     tokenizer cannot render any."""
     checked = False
     for record in records:

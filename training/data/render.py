@@ -20,7 +20,7 @@ from specdec.vocabulary import vocabulary_of
 MARKER = re.compile(r"{%-?\s*generation")
 SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
 GREETING = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
-PROBE = "\u00a7"  # with which no prompt of an answer goes on
+PROBE = "\u00a7"  # a character that begins no answer
 SPLIT = "conversations split into one sample per answer, as the chat template rewrites earlier turns"
 SHORTENED = "answers that the chat template shortens"
 RETOKENISED = "answers whose tokens do not match their text, so that the text was tokenised"
@@ -33,7 +33,7 @@ class Sample:
     """One tokenised conversation."""
 
     ids: np.ndarray  # [T]
-    mask: np.ndarray  # [T] True where the token is to be learnt: what the assistant says
+    mask: np.ndarray  # [T] True for training tokens: the assistant's
     weights: np.ndarray | None = None  # [T] how much each token counts; None: all alike
     number: int | None = None  # its place among all that were loaded
 
@@ -45,7 +45,7 @@ def render(
 
     The places of the assistant's turns are those of {% generation %} markers in the template. A template without
     markers is rendered up to each answer and with it; the difference is the answer. An answer that comes with its
-    `tokens` is learnt as these. If the template rewrites earlier turns, each answer becomes a sample of its own.
+    `tokens` is trained on these. If the template rewrites earlier turns, each answer becomes a sample of its own.
 
     note: counts what was changed, by its name. day: what the template writes as today's date, YYYY-MM-DD.
 
@@ -196,7 +196,7 @@ class _Chat:
 
 
 def _belongs(text: str, place: Span, span: Span) -> bool:
-    """Whether a token lies in a span. One at its border does if only spaces of it lie outside: the first word after a
+    """Whether a token is in a span. A token at its border is if only spaces of it are outside: the first word after a
     prompt that ends with a space."""
     (start, end), (a, b) = place, span
     if a <= start and end <= b:
@@ -260,7 +260,7 @@ def check_tokenizer(tokenizer) -> None:
 
 
 def count_tokens(samples: list[Sample], vocab: int) -> Tensor:
-    """[V]: how often each target token is to be learnt in the samples."""
+    """[V]: how often each target token is a training token of the samples."""
     counts = np.zeros(vocab, dtype=np.int64)
     for sample in samples:
         counts += np.bincount(sample.ids[sample.mask], minlength=vocab)

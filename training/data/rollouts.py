@@ -5,7 +5,7 @@ drafter as it is by then. Verification is lossless, so the text is the target's 
 token that the target put in their place weighs more than others. This follows Draft-OPD (arXiv 2605.29343), where
 rollouts under the target visit the drafter's own states, and rejected positions are replayed.
 
-The heavier token replays the failure itself. What the round accepted stands in the text, so the unroll over the text
+The heavier token replays the failure itself. The accepted tokens of the round are in the text, so the unroll over it
 reaches, from position root - 1 at step `accepted`, the state in which the drafter missed. The unroll's other steps
 draft the same token from other roots, as rounds that begin elsewhere would. Drafts after a rejection are not replayed:
 no verifier would have reached them.
@@ -111,7 +111,7 @@ class Rollouts:
         return int(max(number - self.first, 0) * self.settings.share)
 
     def _prompts(self, step: int) -> list[list[int]]:
-        """What stands before answers drawn at random, each answer at most once; of a plain text a beginning of random
+        """The texts before random answers, each answer at most once; of a plain text a beginning of random
         length. Sorted by length, so that prompts decoded together are of similar lengths."""
         rng, prompts = np.random.default_rng([self.seed, step]), []
         for place in rng.permutation(len(self.answers))[: self.settings.prompts]:

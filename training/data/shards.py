@@ -1,4 +1,4 @@
-"""JSON lines, written so that no interruption loses any, and the same command goes on exactly where it was."""
+"""JSON lines that survive interruptions: the same command continues exactly after the last line."""
 
 import json
 from collections.abc import Iterable
@@ -37,7 +37,7 @@ class Shards:
     """`rows` JSON lines in files of `size` lines: OUT itself, or OUT-00000-of-00003.jsonl and so on.
 
     A file ends in `.partial` until it is complete. OUT.run.json holds the settings that made the lines, so that only a
-    run of the same settings goes on with them. `done` counts the lines that are there.
+    run of the same settings continues them. `done` counts the existing lines.
 
     Raises ValueError if the files cannot be written, or were begun by a run of other settings.
     """

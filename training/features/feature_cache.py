@@ -3,9 +3,9 @@
 A cache is a folder of `cache.json` and shards `features-00000-of-00012.safetensors`. A shard holds some conversations
 in a row, their tokens concatenated.
 
-- Of each token it keeps the id, whether it is to be learnt, and the target's hidden states at the drafter's taps.
-- Of each position whose next-token distribution may be learnt it keeps either the hidden state before the head, from
-  which the frozen head computes all logits anew, or the likeliest tokens and the mass of the rest.
+- For each token it stores the id, whether it is a training token, and the target's hidden states at the drafter's taps.
+- For each position whose next-token distribution may be trained on it stores either the hidden state before the head,
+  from which the frozen head computes all logits, or the most likely tokens and the mass of the rest.
 """
 
 import json
@@ -43,7 +43,7 @@ class Form:
     """What a cache keeps."""
 
     store: str  # of `STORES`, for hidden states; int8 has a scale for each position and tap
-    keep: int | None  # how many likeliest tokens of the draft vocabulary; None: the last hidden state instead
+    keep: int | None  # number of most likely tokens of the draft vocabulary; None: the last hidden state instead
     taps: tuple[int, ...]
     hidden: int  # H of the target
     layers: int  # of the target; its head reads hidden state number `layers`
@@ -55,8 +55,8 @@ class Form:
             raise ValueError(f"keep must be 'all' or at least 1, got {self.keep}")
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
-        """Of each tensor of a shard: what it has a row for, the row's shape, and the dtype. Rows are for each sample,
-        for each token, or for each position that may be learnt."""
+        """For each tensor of a shard: the unit of its rows, the row's shape, and the dtype. Rows are for each sample,
+        for each token, or for each position that may be trained on."""
         columns_kept = {
             "lengths": ("sample", (), torch.int32),
             "tokens": ("token", (), torch.int32),
@@ -92,7 +92,7 @@ class Form:
 
 
 def wanted(mask: np.ndarray) -> np.ndarray:
-    """[T], True where an objective may ask for the target's distribution: at each learnt token and one before it."""
+    """[T], True where an objective may need the target's distribution: at each training token and one before it."""
     return mask | np.append(mask[1:], False)
 
 
@@ -175,7 +175,7 @@ class FeatureCache:
             )
         self.shards = [open_shard(path, self.manifest) for path in paths]
         self.samples: list[Sample] = []
-        self.places: list[tuple[int, int, int]] = []  # of each sample: shard, first token, first learnt position
+        self.places: list[tuple[int, int, int]] = []  # of each sample: shard, first token, first stored position
         for number, shard in enumerate(self.shards):
             self._index(number, shard)
 
@@ -194,7 +194,7 @@ class FeatureCache:
 
     def check(self, target, taps: tuple[int, ...], vocab, samples: list[Sample]) -> None:
         """Raise ValueError, one sentence with both values, unless target, tokenizer, taps and data are those that made
-        this cache. So must the draft vocabulary be if the cache keeps its likeliest tokens."""
+        this cache. The draft vocabulary must be too if the cache stores its most likely tokens."""
         now = describe(target, taps, vocab, samples, self.keep, self.manifest.get("source"))
         check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec cache")
 

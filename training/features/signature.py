@@ -1,4 +1,4 @@
-"""Signatures: 16 characters that tell whether a target, its tokenizer or the samples are those that made a cache."""
+"""Signatures of a target, its tokenizer and samples: 16 characters that identify what made a cache."""
 
 import hashlib
 import json

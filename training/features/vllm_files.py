@@ -46,7 +46,7 @@ class StateFile:
 
 
 class VllmStates:
-    """A folder of hidden states, as a source of features for the target whose they are."""
+    """A folder of hidden states, as a source of features for their target."""
 
     def __init__(self, folder: str | Path, target: Target, taps: tuple[int, ...], layers: Iterable[int] | None = None):
         """taps: that are to be read. layers: what the server was given, for files that do not say it themselves.
@@ -96,7 +96,7 @@ class VllmStates:
         return StateFile(path, ids, layers, stated.get("next_token"))
 
     def _check_target(self, path: Path, stated: dict, dtype: torch.dtype) -> None:
-        """Raise ValueError unless what a file says of its target, and its dtype, are as here."""
+        """Raise ValueError unless the target and dtype in a file are those of this run."""
         for key, field in SHAPE.items():
             here = getattr(self.target.config, field)
             if stated.get(key, here) != here:
@@ -116,8 +116,8 @@ class VllmStates:
         return self.files[at] if self.keys[at : at + 1] and self.keys[at].startswith(_key(ids)) else None
 
     def take(self, samples: list[Sample], server: Remote | None = None, requests: int = 8) -> None:
-        """Be the source of these samples, which are numbered as they stand. Those without a file are asked of the
-        server, whose connector writes into this folder.
+        """Serve these samples, numbered in their order. Those without a file are requested from the server, whose
+        connector writes into this folder.
 
         Raises ValueError for samples that have none in the end, and if the states are not those of this target."""
         missing = [sample for sample in samples if self.find(sample.ids) is None]
@@ -161,8 +161,8 @@ class VllmStates:
 
     @torch.no_grad()
     def _check_next(self, files: Iterable[StateFile]) -> None:
-        """Raise ValueError unless the head finds the tokens that vLLM chose likely: it does not if the files are those
-        of another target, or their last state is not the last layer's. Files that do not tell are not looked at."""
+        """Raise ValueError unless the head finds the tokens that vLLM chose likely: it does not if the files are of
+        another target, or their last state is not the last layer's. Files without a next token are skipped."""
         labelled = [file for file in files if file.next_token is not None]
         wrong = [file for file in labelled[:32] if file.next_token not in self._likely(file)]
         if 2 * len(wrong) > len(labelled[:32]):
@@ -222,7 +222,7 @@ def _common(a: bytes, b: bytes) -> int:
 
 
 def _stated(path: Path, metadata: dict | None) -> dict:
-    """What the header of a file says of it; {} where it says nothing."""
+    """The fields of a file's header; {} without any."""
     stated = parse_json((metadata or {}).get(KEY, "{}"), f"{path}: {KEY}")
     layers = stated.get("layers", []) if isinstance(stated, dict) else None
     if not isinstance(layers, list) or not all(isinstance(layer, int) for layer in layers):

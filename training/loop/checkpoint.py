@@ -1,7 +1,7 @@
 """Checkpoints of a run: `checkpoints/step-00000200.pt`, each written atomically, of which the last few stay.
 
 A checkpoint is a zip with a checksum for every tensor. One that was cut off or altered is recognised by these, and the
-one before it is used. A run goes on from a state by `restore`.
+one before it is used. A run continues from a state by `restore`.
 """
 
 import pickle
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})\.pt")
-FUSION = ", fusion='shared'"  # in what version 0.1 says of block drafters: a setting that is gone, at its default
+FUSION = ", fusion='shared'"  # in descriptions of version 0.1 for block drafters: a removed setting, at its default
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -58,7 +58,7 @@ def save_state(state: object, path: Path) -> None:
 def read_newest(out: Path, warn: bool = True) -> tuple[Path, dict]:
     """Path and state, on the CPU, of the newest checkpoint that is sound.
 
-    One sentence on standard error tells of each newer one that is not. Raises ValueError if none is.
+    A sentence on standard error names each newer one that is damaged. Raises ValueError if none is whole.
     """
     paths = checkpoints(out)
     if not paths:
@@ -112,7 +112,7 @@ def state_of(run: "Trainer") -> dict:
 
 
 def restore(run: "Trainer", state: dict, path: Path) -> None:
-    """Let a run go on from the state that `path` holds. Raises ValueError if it is not that of such a run."""
+    """Continue a run from the state in `path`. Raises ValueError if the state is of another run."""
     _check_same_run(run, state, path)
     weights = state["drafter"]
     with torch.no_grad():

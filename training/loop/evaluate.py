@@ -37,7 +37,7 @@ def expected_tau(
     Inputs as of an objective. Returns [3], fp64: the sum for greedy decoding, that for sampling, and the number of
     positions. A position adds 1 + sum_j prod_{i<=j} a_i. Greedy, a_i is 1 if draft i is the target's most likely token,
     else 0. Sampled, a_i is the chance sum_v min(p, q) that rejection sampling accepts it at temperature 1 (Leviathan et
-    al., arXiv 2211.17192); where only the likeliest tokens of p are known, this is an upper bound. A chain's earlier
+    al., arXiv 2211.17192); where only the most likely tokens of p are known, this is an upper bound. A chain's earlier
     drafts are taken to be the text's own tokens, and the chain ends where the text does.
     """
     following = F.pad(tokens[:, 1:], (0, 1))
@@ -56,7 +56,7 @@ def _one_by_one(
 ) -> tuple[Tensor, Tensor]:
     """Two tensors [steps,B,T]: whether draft j of position t is the target's choice, and how likely it is accepted.
 
-    Draft j of position t stands for what the target predicts at t+1+j. Both are 0 where that is not to be learnt, or
+    Draft j of position t is a guess of the target's prediction at t+1+j. Both are 0 where that is no training token, or
     beyond the text.
     """
     vocab, states = drafter.vocab, list(states)
@@ -108,7 +108,7 @@ class Decoding:
         drafter = load_drafter(folder, self.target)
         found = tuple(self._record(drafter, DEPTH, t).along(min(WIDTH, drafter.vocab.size)) for t in TEMPERATURES)
         about = f"{len(self.prompts)} {self.about}, {self.max_new_tokens} tokens"
-        if write and not any(along.empty for along in found):  # by answers of one token nobody could choose a tree
+        if write and not any(along.empty for along in found):  # answers of one token give no acceptance to choose by
             write_text(folder / FILE, Acceptance(found, about).as_text())
 
 
@@ -128,9 +128,9 @@ def decoding_of(target, config: TrainerConfig, heldout: Batches | None, train: B
 
 
 def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list[list[int]]:
-    """What stands before the first learnt token of each sample, once each, of at most `longest` tokens. Those that a
-    `known` sample begins with too are left out: a drafter may have learnt their answers. So are plain texts, which are
-    learnt from their first token."""
+    """The text before the first training token of each sample, once each, of at most `longest` tokens. Texts with which
+    a `known` sample also begins are left out: a drafter may have been trained on their answers. So are plain texts,
+    which are trained on from their first token."""
 
     def beginning(sample: Sample) -> bytes:
         return sample.ids[: int(sample.mask.argmax())].tobytes()

@@ -68,8 +68,8 @@ def shared_target(target) -> dict[int, int]:
 
 
 def spread_target(target) -> dict[str, int]:
-    """Bytes of the target's weights by device; {} if all are on one. 'elsewhere' are those that a device_map has put
-    into memory or on disk, from where they come for the time of a layer's forward."""
+    """Bytes of the target's weights by device; {} if all are on one. 'elsewhere' are weights that a device_map has put
+    into memory or on disk, from which they are loaded for a layer's forward."""
     found: dict[str, int] = {}
     for parameter in target.parameters():
         place = "elsewhere" if parameter.device.type == "meta" else str(parameter.device)

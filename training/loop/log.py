@@ -19,7 +19,7 @@ class RunLog:
         self.tracker = _start_wandb(wandb, settings or {}, out) if wandb and writes else None
 
     def write(self, split: str, when: dict[str, float], scalars: dict[str, float], values: dict[str, Tensor]) -> dict:
-        """Append a row, and return it. when: `step`, and what else tells how far the run is; values: by name, one for
+        """Append a row, and return it. when: `step`, and other measures of progress; values: by name, one for
         each step of the unroll."""
         lists = {key: value.tolist() for key, value in values.items()}
         row = {"split": split} | when | scalars | {key: [round(v, 5) for v in each] for key, each in lists.items()}

@@ -19,7 +19,7 @@ STEPS = 3  # that are timed
 class Measured:
     """A few real steps in this process."""
 
-    peak: int | None  # bytes; None where the system does not tell
+    peak: int | None  # bytes; None if the system does not report it
     seconds_a_token: float  # of a training step, padding counted
     features_seconds_a_token: float  # of the target's forward alone
 
@@ -72,14 +72,14 @@ class Clock:
 
 
 def process_memory(what: str) -> int | None:
-    """Bytes that this process has (VmRSS) or had at most (VmHWM); None where the system does not tell."""
+    """Bytes that this process has (VmRSS) or had at most (VmHWM); None if the system does not report it."""
     status = Path("/proc/self/status")
     rows = status.read_text().splitlines() if status.exists() else []
     return next((int(row.split()[1]) * 1024 for row in rows if row.startswith(what)), None)
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be allocated, those that this process has included; None where the system does not tell."""
+    """Bytes that can still be allocated, including this process's own; None if the system does not report it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     info = Path("/proc/meminfo")

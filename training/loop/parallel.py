@@ -1,4 +1,4 @@
-"""One process or many: who they are, how they share gradients, sums over all of them.
+"""One process or many: their numbers, how they share gradients, sums over all of them.
 
 Start several with `torchrun --nproc-per-node=N -m specdec.training.train ...`, or, on GPUs, `accelerate launch -m ...`.
 accelerate joins them, wraps the module (DDP), holds gradients back while they accumulate, sums and gathers. Three
@@ -119,7 +119,7 @@ class Together(Processes):
 
 class Replicas(Together):
     """One of several processes that share one target and train the same drafter on the same batches. So `number` and
-    `count` are 0 and 1, for data loading. Gradients are averaged all the same: the order of a GPU's sums is random, and
+    `count` are 0 and 1, for data loading. Gradients are averaged, too: the order of a GPU's sums is random, and
     the drafters would drift apart."""
 
     def __init__(self, accelerator: "Accelerator", device: str):

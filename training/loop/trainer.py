@@ -62,7 +62,7 @@ class Trainer:
         data_signature: str | None = None,
     ):
         """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere.
-        data_signature: of what is learnt; a checkpoint of other data is refused. None: it is not looked at."""
+        data_signature: of the training data; a checkpoint of other data is refused. None: it is not checked."""
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
@@ -92,7 +92,7 @@ class Trainer:
             muon_lr=config.muon_lr,
         )
         self.decoding = decoding_of(target, config, heldout, train)
-        self.step = self.tokens = self.learnt = self.batches = 0  # tokens: padding and prompts counted; learnt: not
+        self.step = self.tokens = self.learnt = self.batches = 0  # tokens: with padding and prompts; learnt: without
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.owed = False  # a signal stopped the run before what was due after its last step
         self.signals = StopSignals()
@@ -119,7 +119,7 @@ class Trainer:
         metrics = self._look() if self.owed else {}
         self.owed = False
         groups = self._groups()
-        # Closed before an error is printed, which would otherwise stand above it
+        # Closed before an error is printed, which would otherwise appear above it
         with tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main) as bar:
             mark = time.monotonic()
             while self.step < config.steps and not asked:
@@ -135,7 +135,7 @@ class Trainer:
                 if self._due(config.log_every):
                     metrics = self._log("train", values, **row)
                     bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
-                self.owed = asked  # what is due is looked at when the run goes on
+                self.owed = asked  # a due evaluation waits until the run continues
                 metrics |= {} if asked else self._look()
                 if self._due(config.save_every) and self.step < config.steps and not asked:
                     self.save()
@@ -287,8 +287,8 @@ class Trainer:
             draw_curves(self.log.path, self.out / "curves.png")
 
     def resume(self) -> None:
-        """Go on from the newest sound checkpoint in `out`. Raises ValueError if there is none, or if it is of another
-        drafter."""
+        """Continue from the newest sound checkpoint in `out`. Raises ValueError if there is none, or if it is of
+        another drafter."""
         path, state = read_newest(self.out, warn=self.main)
         restore(self, state, path)
         if self.main:

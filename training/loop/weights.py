@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 def is_shard(value) -> bool:
-    """Whether a process holds a part of this tensor only (DTensor). Who shards has imported torch's module for it;
-    others need not, as that takes a second."""
+    """Whether a process holds a part of this tensor only (DTensor). A process that shards has imported torch's module
+    for it; others need not, as that takes a second."""
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
 

@@ -1,6 +1,6 @@
-"""Which blocks of a batch of texts are learnt, and which of their slots.
+"""Which blocks of a batch of texts are trained on, and which of their slots.
 
-An anchor at position p has p tokens of its own document before it, 1 at least. Slot j of those that draft tells the
+An anchor at position p has p tokens of its own document before it, 1 at least. Drafting slot j predicts the
 token at p + 1 + j, whatever the drafter's label: with `p+k` it is the block's row j + 1, with `p+k+1` its row j.
 """
 
@@ -18,17 +18,17 @@ COUNTS = ("label", "prefix", "previous")
 
 @dataclass
 class Slots:
-    """The n blocks of a batch in which anything is learnt, W slots each."""
+    """The n blocks of a batch with training tokens, W slots each."""
 
     anchors: Tensor  # [B,A] positions, ascending in each row
     chosen: tuple[Tensor, Tensor]  # row and column [n] of the n blocks in `anchors`
     column: Tensor  # [n,W] at which the target predicts a slot's token, one before that token's position
-    mask: Tensor  # [n,W] what a slot counts, 0 if it is not learnt
+    mask: Tensor  # [n,W] weight of a slot, 0 if it is not trained on
     visible: Tensor | None = None  # [B,A] how many tokens of a block are shown to it; None: the anchor alone
 
     @property
     def since(self) -> Tensor:
-        """[n,W] how many slots stand before each one, from the first that is not shown its token."""
+        """[n,W] number of slots before each one, from the first that is not shown its token."""
         slots = torch.arange(self.mask.shape[1], device=self.mask.device).expand_as(self.mask)
         return slots if self.visible is None else slots - (self.visible[self.chosen][:, None] - 1)
 
@@ -39,11 +39,11 @@ class Slots:
 
 
 def draw(count: int, where: str, rows: int, loss_mask: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-    """At most `count` anchors of each text, uniform among those that may be, without replacement.
+    """At most `count` anchors of each text, uniform among the possible ones, without replacement.
 
-    where: 'next', the anchor's token and the next one are learnt; 'whole', the anchor's token is, and all `rows` rows
-    of the block lie in its document. loss_mask, documents [B,T]. Returns positions [B,A], ascending, and which of them
-    are there [B,A]: a text may have fewer. While gradients are off, as in evaluation, the draw is the same every time.
+    where: 'next', the anchor's token and the next one are training tokens; 'whole', the anchor's token is, and all
+    `rows` rows of the block are in its document. loss_mask, documents [B,T]. Returns positions [B,A], ascending, and
+    which exist [B,A]: a text may have fewer. While gradients are off, as in evaluation, the draw is the same every time.
     """
     learnt, length = loss_mask > 0, loss_mask.shape[1]
     if where == "next":
@@ -85,8 +85,8 @@ def slots(
 ) -> Slots:
     """The slots of blocks, `width` each, that draft tokens of their own document.
 
-    counts: which of them count. 'label': those whose token is learnt; 'prefix': those before the first one whose token
-    is not learnt; 'previous': those after a learnt token. weights [B,T]: what each token counts; None: 1. visible
+    counts: which of them count. 'label': those whose token is a training token; 'prefix': those before the first one
+    whose token is not; 'previous': those after a training token. weights [B,T]: of each token; None: 1. visible
     [B,A]: how many tokens a block is shown, whose slots do not count; None: the anchor alone.
     """
     length = loss_mask.shape[1]

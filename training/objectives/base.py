@@ -40,7 +40,7 @@ class Objective:
     - mean: 'masked' divides by the number of positions that count, each with its weight. 'all' divides by the number of
       all positions, as EAGLE does; the loss then depends on padding.
     - renormalise: p sums to 1 over the draft vocabulary.
-    - known_only: a position of the loss mask counts only if the target's likeliest token is in the draft vocabulary.
+    - known_only: a position of the loss mask counts only if the target's best token is in the draft vocabulary.
     - noise: width of the uniform noise on the target's features, in training only. With `noise_length` it has this
       width at so many tokens, and is narrower in longer texts; without, it has it at any length.
     """
@@ -96,8 +96,8 @@ class Objective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss [] and metrics of a batch.
 
-        Inputs are not shifted: feats [B,T,F], tokens [B,T], teacher_logits [B,T,V], loss_mask [B,T] (1 where the token
-        is to be learnt). loss_mask[t] belongs to the position at which the target predicts token t+1: it decides over
+        Inputs are not shifted: feats [B,T,F], tokens [B,T], teacher_logits [B,T,V], loss_mask [B,T] (1 for training
+        tokens). loss_mask[t] belongs to the position at which the target predicts token t+1: it decides over
         all drafts of that token. The row that drafts it first holds feature t-1, so the EAGLE authors' training module,
         which weighs row t by mask[t], takes the same mask one to the left. weights [B,T]: drafting a token counts as so
         many positions, at whatever step it is drafted; None: as one. All means are weighted by them, and `counted` is
@@ -151,7 +151,7 @@ class Objective:
         return (loss_mask * known).float()
 
     def readouts(self, drafter: Drafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
-        """What heads read of a batch in which everything is learnt, for `specdec.training.estimate`."""
+        """The heads' inputs for a batch of training tokens only, for `specdec.training.estimate`."""
         return [state.readout for state in drafter.unroll(feats, tokens, self.steps)]
 
     def extra_terms(self, states: list[DraftState], feats: Tensor, batch: "Positions") -> tuple[Tensor | float, dict]:
@@ -216,7 +216,7 @@ class TermsJudge:
 
     def gradient(self, student: Student, slope: Tensor, total: Tensor) -> Tensor:
         """Gradient [n,J,U] by the student's logits, given a term's slope and total. It overwrites q."""
-        # d log q_v / d x_u = [u = v] - q_u. Nobody reads q after this: it gives the memory.
+        # d log q_v / d x_u = [u = v] - q_u. q is not used after this, so its memory is reused.
         return torch.addcmul(slope, student.q, total[..., None], value=-1, out=student.q)
 
 

@@ -34,9 +34,9 @@ class BlockObjective(Objective):
     - base: share of the loss that is that of the base logits, before a conditional head (Domino). It falls in a line to
       0 over the share `base_until` of the run.
     - visible: each block is shown more tokens than its anchor, n of them with a probability in proportion to visible^n,
-      and learns the rest, where weights begin anew (VP-Drafter). None: it is shown the anchor.
+      and trains on the rest, where weights start again (VP-Drafter). None: it is shown the anchor.
     - selector: weight of a selector's cross-entropy over its candidates (DFlash2); the other terms are then those of
-      the base logits. chooses: it learns the text's token, 'text', or the target's likeliest, 'target'. missing: if
+      the base logits. chooses: it learns the text's token, 'text', or the target's best, 'target'. missing: if
       that is no candidate the slot is left out, 'leave', or it takes the place of the weakest one, 'replace'.
     """
 
@@ -141,7 +141,7 @@ class BlockObjective(Objective):
             yield "selector_losses", self.selector * lost, by_slot
 
     def slots(self, drafter: BlockDrafter, loss_mask: Tensor, weights: Tensor | None) -> Slots:
-        """Anchors, drawn anew, and what their slots count."""
+        """Draw anchors, and return the weights of their slots."""
         documents = documents_of(drafter, loss_mask)
         drawn = draw(self.anchors, self.where, drafter.switches.rows, loss_mask, documents)
         shown = None if self.visible is None else draw_visible(self.visible, drawn[0], drafter.switches.rows)
@@ -178,7 +178,7 @@ def pace(losses: Tensor, mask: Tensor, alpha: float) -> Tensor:
 
 
 class _Slots(TermsJudge):
-    """The judge whose rows are blocks and whose steps are slots."""
+    """The judge with blocks as rows and slots as steps."""
 
     def __init__(
         self,

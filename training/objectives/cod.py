@@ -1,9 +1,9 @@
-"""Which rows of parallel blocks are learnt: conditional drop (COD; PARD, arXiv 2504.18583, and P-EAGLE).
+"""Which rows of parallel blocks are trained on: conditional drop (COD; PARD, arXiv 2504.18583, and P-EAGLE).
 
 A row has an anchor, the position p of the last real token before it, and a depth d, the number of mask tokens up to
-itself. The target predicts its token at column p + d. Depth 0 is the real row itself, and all of those are learnt. Of
+itself. The target predicts its token at column p + d. Depth 0 is the real row itself, and all of those are drawn. Of
 depth d a share `share` ** d is drawn, `least_share` at least, of the rows that follow one drawn at depth d - 1.
-So a chain is learnt from its beginning on.
+So a chain is always drawn from its beginning.
 """
 
 import torch

@@ -70,19 +70,19 @@ def l1(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
 
 @term
 def choice(student: Student, teacher: Teacher) -> Value:
-    """-log q of p's likeliest token; speculators calls this one `ce`."""
+    """-log q of p's best token; speculators calls this one `ce`."""
     return _token(student, teacher.best, torch.ones_like(teacher.mass))
 
 
 @term
 def tokens(student: Student, teacher: Teacher) -> Value:
-    """-log q of the token that stands in the text; 0 where none is to be learnt."""
+    """-log q of the token in the text; 0 where it is no training token."""
     return _token(student, teacher.labels.clamp(min=0), (teacher.labels >= 0).to(student.logits.dtype))
 
 
 @term
 def top_k(student: Student, teacher: Teacher, k: int = 10) -> Value:
-    """-sum p log q over p's k likeliest tokens; neither p nor q is renormalised over them (HASS, arXiv 2408.15766,
+    """-sum p log q over p's k most likely tokens; neither p nor q is renormalised over them (HASS, arXiv 2408.15766,
     section 3.1; `train/main_hass.py`)."""
     p, ids = teacher.top(k)
     slope = p.new_zeros(len(p), student.logits.shape[-1]).scatter_(1, ids, -p)

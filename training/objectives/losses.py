@@ -59,7 +59,7 @@ class Judge(Protocol):
         """What all steps share in these rows: the teacher's distribution, for example."""
 
     def judge(self, steps: list[int], rows: slice, teacher, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss [] of logits [n,J,U] of J steps, which it may overwrite, and slope [n,J,U] and scale [n,J,1], whose
+        """The loss [] of logits [n,J,U] of J steps, which it may overwrite, with slope [n,J,U] and scale [n,J,1]. Their
         product is the gradient by the logits.
 
         The scale is apart because it is cheaper to multiply into the narrower matrices that the slope is multiplied

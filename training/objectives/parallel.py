@@ -21,7 +21,7 @@ WEIGHTS = ("uniform", "teacher")
 
 @dataclass
 class Sampled:
-    """The n rows of a batch that are learnt, ordered by text and column, and the chains that they are of."""
+    """The n training rows of a batch, ordered by text and column, and their chains."""
 
     anchors: Tensor  # [B,A] positions of the last real tokens of chains, the longest chain of a text first
     lengths: list[int]  # of each of the A, how many slots are wanted
@@ -35,10 +35,10 @@ class ParallelObjective(Objective):
     """The weighted mean of terms over sampled rows (`specdec.training.objectives.cod`), all depths alike.
 
     - kept, kept_min, anchors, pool: which rows are drawn.
-    - counts: 'previous', a row counts if the token before its own is learnt, as speculators and SpecForge have it;
+    - counts: 'previous', a row counts if the token before its own is a training token, as in speculators and SpecForge;
       'label', if its own is (PARD).
     - weights: 'uniform', or 'teacher', the product of the target's probabilities of the tokens that the mask tokens up
-      to the row stand for (PARD-2).
+      to the row replace (PARD-2).
     - drop: the share of texts whose features are 0, so that the drafter learns to do without (PARD-2).
     """
 
@@ -100,14 +100,14 @@ class ParallelObjective(Objective):
     def learnt(
         self, drafter: ParallelDrafter, teacher_logits: TeacherLogits, loss_mask: Tensor, documents: Tensor
     ) -> Tensor:
-        """[B,T] bool: columns at which the target's prediction is learnt."""
+        """[B,T] bool: columns at which the target's prediction is trained on."""
         if self.counts == "label":
             same = documents[:, 1:] == documents[:, :-1]
             loss_mask = F.pad(loss_mask[:, 1:] * same, (0, 1))
         return self.positions(drafter.vocab, teacher_logits, loss_mask, loss_mask) > 0
 
     def rows_of(self, drafter: ParallelDrafter, learnt: Tensor, documents: Tensor) -> Tensor:
-        """[B,T+1,block] bool: which rows are learnt, as `by_anchor` gives them."""
+        """[B,T+1,block] bool: which rows are trained on, as `by_anchor` gives them."""
         drawn = sample(learnt, drafter.block, self.share, self.least_share, self.anchors, self.pool)
         return by_anchor(drawn, documents, drafter.earliest)
 
@@ -142,7 +142,7 @@ def sampled(drawn: Tensor) -> Sampled:
 
 def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For 1, 2, ... columns back from the n rows: rows and columns of the texts [n], and whether a mask token of the
-    chain stands for what the target predicts there [n]."""
+    chain replaces the token that the target predicts there [n]."""
     at = [rows.column - back for back in range(1, max(rows.lengths))]
     return [(rows.row, x.clamp(min=0), (rows.depth >= back) & (x >= 0)) for back, x in enumerate(at, start=1)]
 
@@ -165,7 +165,7 @@ def teacher_logprobs(rows: Sampled, teacher_logits: TeacherLogits, following: Te
 
 
 def believed(rows: Sampled, known: Tensor) -> Tensor:
-    """[n], of each row the target's probability of the tokens that the mask tokens up to it stand for; known [B,T]."""
+    """[n], for each row the target's probability of the tokens that the mask tokens up to it replace; known [B,T]."""
     out = torch.zeros(len(rows.row), device=known.device)
     for row, column, inside in before(rows):
         out += known[row, column] * inside
@@ -173,7 +173,7 @@ def believed(rows: Sampled, known: Tensor) -> Tensor:
 
 
 class _Rows(TermsJudge):
-    """The judge whose rows are sampled rows; it keeps the metrics by depth."""
+    """The judge with sampled rows as rows; it has the metrics by depth."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ class Candidates:
 
     def meet(self, rows: slice, logits: Tensor, labels: Tensor, choice: Tensor) -> None:
         """logits [n*W,1,U] of blocks `rows`; draft ids [n*W] of the text's token, -1 for none, and of the target's
-        likeliest."""
+        best token."""
         ids = logits[:, 0].topk(self.ids.shape[2]).indices
         wanted = (labels if self.chooses == "text" else choice)[:, None]
         there = ids == wanted

@@ -1,6 +1,6 @@
 """The teacher's distribution p: what the target says at n positions. And the student's distribution q.
 
-All of p may be known (`Teacher`), or only its likeliest tokens and the mass of the rest (`TopTeacher`). p is the same
+All of p may be known (`Teacher`), or only its most likely tokens and the mass of the rest (`TopTeacher`). p is the same
 for all J steps of the unroll that draft for a position, so a teacher's tensors are [n,...] and a student's [n,J,...].
 """
 
@@ -33,7 +33,7 @@ class Student:
 
     @cached_property
     def log_mass(self) -> Tensor:
-        """[n,J] log sum exp(logits), computed from the likeliest token: its logit less its log q."""
+        """[n,J] log sum exp(logits), computed from the best token: its logit less its log q."""
         return self.top - self.q.gather(-1, self.best[..., None]).squeeze(-1).log()
 
     @cached_property
@@ -85,11 +85,11 @@ class Teacher:
 
     @cached_property
     def best(self) -> Tensor:
-        """[n] draft id of p's likeliest token."""
+        """[n] draft id of p's most likely token."""
         return largest(self.logp)[1]
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """Probabilities and draft ids [n,k] of p's k likeliest tokens, or of all if there are fewer."""
+        """Probabilities and draft ids [n,k] of p's k most likely tokens, or of all if there are fewer."""
         return self.p.topk(min(k, self.p.shape[-1]), dim=-1)
 
     def cross_entropy(self, student: Student) -> Tensor:
@@ -100,9 +100,9 @@ class Teacher:
 
 @dataclass
 class TopTeacher:
-    """A teacher of which only the k likeliest tokens and the mass of all others together are known."""
+    """A teacher of which only the k most likely tokens and the mass of all others together are known."""
 
-    ids: Tensor  # [n,k] draft ids, the likeliest first
+    ids: Tensor  # [n,k] draft ids, best first
     top_logp: Tensor  # [n,k] log p of these
     log_rest: Tensor  # [n,1] log of the mass of all others
     log_share: Tensor | None  # this and the next two: see `Teacher`
@@ -161,20 +161,20 @@ class _Completed(Teacher):
 
 @dataclass
 class TopTokens:
-    """What a cache of features may hold in place of logits [B,T,V]: the k likeliest tokens at each position."""
+    """A feature cache's replacement of logits [B,T,V]: the k most likely tokens at each position."""
 
-    ids: Tensor  # [B,T,k] draft ids, the likeliest first
+    ids: Tensor  # [B,T,k] draft ids, best first
     logp: Tensor  # [B,T,k] renormalised over the draft vocabulary
     log_rest: Tensor  # [B,T,1] log of what is missing from 1
     log_share: Tensor  # [B,T,1] log of the draft vocabulary's part of the target's mass
-    choice: Tensor  # [B,T] the likeliest token of all, a target id
+    choice: Tensor  # [B,T] the most likely token of all, a target id
 
 
 TeacherLogits = Tensor | DeferredLogits | TopTokens
 
 
 def read_choice(logits: TeacherLogits, here: tuple[Tensor, Tensor]) -> Tensor:
-    """The target's likeliest tokens [n], target ids, at `here`, rows [n] and columns [n]."""
+    """The target's most likely tokens [n], target ids, at `here`, rows [n] and columns [n]."""
     if isinstance(logits, TopTokens):
         return logits.choice[here]
     return logits.summarise(here, largest) if isinstance(logits, DeferredLogits) else largest(logits[here])[1]

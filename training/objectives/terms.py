@@ -7,7 +7,7 @@ A term is a function (student, teacher, **settings) -> (value, slope, total), fo
 - total, of a shape that broadcasts to [n,J]: the sum of slope over v.
 
 The gradient by the student's logits is slope - q total. So a multiple of q may be left out of slope and total alike. A
-slope may be shared between terms: nobody writes to it.
+slope may be shared between terms: it is never written to.
 """
 
 import pkgutil

@@ -10,7 +10,7 @@ from specdec.training.objectives.terms import Weight
 
 class TokensObjective(Objective):
     """sum_j w_j * CE_j over `steps` unrolled steps, with w_j = decay^j / sum decay^j. CE_j is the cross-entropy of the
-    token that stands j + 1 places after the known one.
+    token j + 1 places after the known one.
 
     FastMTP weighs the recursions of one MTP head so, with decay 0.6, and Medusa its heads, with decay 0.8. On the
     target's own answers this is distillation from samples. Further terms can be added to it. A position counts if its

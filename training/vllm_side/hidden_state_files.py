@@ -78,7 +78,7 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
         return self._kv_cache[blocks, :, inside].cpu().contiguous()
 
     def about(self, states: torch.Tensor) -> dict:
-        """What a file says of itself."""
+        """Fields that describe a file, for its header."""
         config, target = self._vllm_config, self._vllm_config.model_config
         layers = config.speculative_config.draft_model_config.hf_config.eagle_aux_hidden_state_layer_ids
         text = target.hf_text_config

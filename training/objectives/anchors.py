@@ -43,7 +43,7 @@ def draw(count: int, where: str, rows: int, loss_mask: Tensor, documents: Tensor
 
     where: 'next', the anchor's token and the next one are training tokens; 'whole', the anchor's token is, and all
     `rows` rows of the block are in its document. loss_mask, documents [B,T]. Returns positions [B,A], ascending, and
-    which exist [B,A]: a text may have fewer. While gradients are off, as in evaluation, the draw is the same every time.
+    which exist [B,A]: a text may have fewer. While gradients are off, as in evaluation, the draw is always the same.
     """
     learnt, length = loss_mask > 0, loss_mask.shape[1]
     if where == "next":

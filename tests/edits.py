@@ -1,4 +1,4 @@
-"""Files as people leave them who edit them by hand: seeded changes to valid files of JSON or JSON lines."""
+"""Files as they look after manual edits: seeded changes to valid files of JSON or JSON lines."""
 
 import json
 import random

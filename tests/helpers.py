@@ -85,7 +85,7 @@ def run_here(main, *words: str) -> subprocess.CompletedProcess:
 
 
 def is_running(number: int | str) -> bool:
-    """Whether a process has not ended; one that nobody has waited for has."""
+    """Whether a process has not ended; an ended one counts until it has been waited for."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

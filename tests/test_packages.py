@@ -20,7 +20,7 @@ PLUGIN = {
     "vllm",
 }  # import specdec/lab/bench/outcomes.py and training/vllm_side/hidden_state_files.py themselves
 LOADED = {*LAUNCHERS.values(), "torchao"}  # by Hydra, where a launcher is named, and by transformers
-TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls and nobody imports
+TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls without an import
 
 
 def declared(requirements: list[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Who may import whom (docs/architecture.md), and how long a file or a function may be.
+"""The allowed imports (docs/architecture.md), and how long a file or a function may be.
 
 python tests/test_structure.py prints the counts.
 """
@@ -47,7 +47,7 @@ ROOMS = [
     ["specdec.training", "specdec.serve"],
     ["specdec.lab"],
 ]
-# Commands put the pieces together: these may import from every room, and nobody imports from them but the lab.
+# Commands put the pieces together: these may import from every room, and only the lab imports them.
 COMPOSITION = ("specdec", "specdec.generate", "specdec.train", "specdec.cli", "specdec.drafters.formats.__main__")
 
 
@@ -72,7 +72,7 @@ def imports(path: Path) -> set[str]:
 
 
 def room_of(module: str) -> tuple[int, str] | None:
-    """Height and name of the room that a module lies in; None for what composes."""
+    """Height and name of a module's room; None for what composes."""
     while module:
         for height, rooms in enumerate(ROOMS):
             if module in rooms:

@@ -1,4 +1,4 @@
-"""Results name the commit of the code also where git is not at hand, and never that of other code."""
+"""Results name the commit of the code, even without git, and never that of other code."""
 
 import subprocess
 import sys

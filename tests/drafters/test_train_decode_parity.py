@@ -101,7 +101,7 @@ def test_unrolling_only_the_needed_rows_changes_nothing_of_them(kind, recompute,
     torch.manual_seed(0)
     feats, tokens = torch.randn(*shape, len(drafter.taps) * target.config.hidden), torch.randint(17, shape)
     needed = torch.rand(shape) < 0.4
-    needed[1] = False  # a text of which nothing is learnt
+    needed[1] = False  # a text without training tokens
 
     def states_and_gradients(*given: torch.Tensor) -> tuple[list, list]:
         drafter.zero_grad()

@@ -110,7 +110,7 @@ class Server:
         self.draw, self.depths, self.time, self.tokens = np.random.default_rng(seed), [], 0.0, 0
 
     def play(self, rows: int, rounds: int) -> float:
-        """Play rounds, and return the tokens a second of a row."""
+        """Play rounds, and return the tokens per second of a row."""
         self.depths, self.time, self.tokens = [], 0.0, 0
         for _ in range(rounds):
             levels = self.policy.plan(rows)

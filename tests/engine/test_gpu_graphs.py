@@ -31,7 +31,7 @@ def parts(drafter: str | None = "eagle3", policy: str = "dynamic") -> tuple:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_as_without_graphs(drafter, policy, sampling):
-    """With the same seed also where numbers are drawn: a replay takes those that the round would have taken."""
+    """With the same seed also with sampling: a replay uses the noise that the eager round would have used."""
     pair = parts(drafter, policy)
     replayed, eager = Engine(*pair), launching(*pair)
     assert replayed.graphs is not None
@@ -89,7 +89,7 @@ def test_rounds_that_are_compiled_first(drafter, sampling):
 
 @pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
 def test_replays_do_not_synchronise(monkeypatch, sampling):
-    """Launching and starting the copy, that is all that stands between two readings."""
+    """Between two readings the host only starts a round and its copy."""
     engine = Engine(*parts())
     how = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 20, "sampling": sampling}
     engine.generate(**how)

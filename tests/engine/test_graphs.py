@@ -1,4 +1,4 @@
-"""Rounds as recorded functions of static tensors; the tape of tape.py stands in for a CUDA graph."""
+"""Rounds as recorded functions of static tensors; the tape of tape.py replaces a CUDA graph."""
 
 import gc
 import weakref

@@ -39,7 +39,7 @@ SEEN = {
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "eager"])
 def test_what_an_observer_reads(graphs, monkeypatch):
-    """All observers receive the same tokens. A function receives everything. What nobody reads is not copied."""
+    """All observers receive the same tokens. A function receives everything. Unread fields are not copied."""
     copied, copy = [], executor.copy_of
     monkeypatch.setattr(executor, "copy_of", lambda value: copied.append(value) or copy(value))
     target = tiny_target(layers=1)

@@ -74,7 +74,7 @@ def test_reading_late_changes_nothing(drafter, verifier, sampling):
 
 
 def test_a_target_of_transformers_with_settings_of_each_row(tmp_path):
-    """Only the host knows stops. The device goes on with a row that a stop ends."""
+    """Only the host knows stops. The device continues a row that a stop ends."""
 
     class Third:
         count = 0

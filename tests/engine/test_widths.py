@@ -1,4 +1,4 @@
-"""Recorded rounds of several numbers of rows and levels; a tape stands in for a CUDA graph."""
+"""Recorded rounds of several numbers of rows and levels; a tape replaces a CUDA graph."""
 
 import json
 from itertools import pairwise

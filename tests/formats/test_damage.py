@@ -33,7 +33,7 @@ def replace(name, make):
 
 
 def permuted(offsets):
-    """d2t [U] in another order: its offsets, or the tokens that they stand for."""
+    """d2t [U] in another order: its offsets, or their tokens."""
     order = torch.arange(U).roll(5)
 
     def change(tensors):

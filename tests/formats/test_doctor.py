@@ -1,4 +1,4 @@
-"""The doctor tells a checkpoint that is declared wrongly from one that is not, on small heads that were trained."""
+"""The doctor distinguishes correct from wrong declarations of a checkpoint, on small trained heads."""
 
 import json
 import re
@@ -91,7 +91,7 @@ def learn(target, answers, **forward):
 
 @pytest.fixture
 def falsified(tmp_path):
-    """falsified(folder, change of tensors, config fields) -> the drafter's folder with lies in it.
+    """falsified(folder, change of tensors, config fields) -> the drafter's folder with wrong fields.
 
     A field of None is left out."""
 

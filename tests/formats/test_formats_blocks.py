@@ -68,7 +68,7 @@ def test_a_part_of_the_vocabulary(target, tmp_path):
             layout.write(meaning, tensors, facts_of(target))
 
 
-# What is changed in a drafter, and what each server says of it; None: it is exported.
+# What is changed in a drafter, and the reason of each server; None: it is exported.
 SERVED = {
     "dflash": ({}, None, None),
     "jetspec": ({"causal": True}, None, "SGLang knows no full layers"),

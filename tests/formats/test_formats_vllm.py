@@ -224,7 +224,7 @@ def test_doubts_are_said(tmp_path):
 
 
 def test_taps_that_are_listed_need_the_target(pair, tmp_path):
-    """Without it, nothing was said of a tap that has no name, and with it that was refused."""
+    """Without it, a tap without a name was not reported, and with it that was refused."""
     folder, target, _ = pair
     save_drafter(eagle3.create(target, taps=(1, 3, LAYERS)), tmp_path / "ours", target)
     for layout in ("eagle3", "speculators", "modelopt", "modelopt-training"):

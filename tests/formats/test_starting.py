@@ -54,7 +54,7 @@ def test_vllm_gets_the_mask_rows(title, method, tmp_path):
 
 
 def test_sglang_gets_the_tokens_that_a_head_proposes(tmp_path):
-    """They lie in the head's folder as a list in a pickle, which a later export of all tokens removes."""
+    """They are a list in a pickle in the head's folder, which a later export of all tokens removes."""
     target, there = tiny_target(), tmp_path / "there"
     for ids in ([5, 2, 9, 11], None):
         some = DraftVocab(target.vocab, ids and torch.tensor(ids))

@@ -41,7 +41,7 @@ EMPTY = SimpleNamespace(launch_metadata=lambda *_: None, run=lambda *_: None, fu
 
 
 class Compiler:
-    """Stands in for Triton's, and counts its calls by kernel."""
+    """Replaces Triton's, and counts its calls by kernel."""
 
     def __init__(self):
         self.calls = Counter()
@@ -53,7 +53,7 @@ class Compiler:
         return True  # there is nothing to compile
 
     def forget(self) -> None:
-        """Begin anew, as a new process does."""
+        """Start again, as a new process does."""
         self.calls.clear()
         for name in ops.KERNELS:
             for kernel in vars(importlib.import_module(f"specdec.ops.cuda.{name}")).values():

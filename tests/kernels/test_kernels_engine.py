@@ -103,7 +103,7 @@ def nodes_of(tree: TracedTree | None) -> tuple | None:
 @pytest.mark.parametrize("tree", [Chain(3), DynamicTree(2, 3, 6)], ids=["chain", "dynamic"])
 @pytest.mark.parametrize("name", NAMES["drafter"])
 def test_every_drafter_drafts_the_same(device, name, tree, windowed_target, triton_everywhere):
-    """Accepted lengths, and the trees themselves: text alone would not tell a drafter that sees the wrong positions."""
+    """Accepted lengths, and the trees themselves: the text does not show that a drafter sees wrong positions."""
     target = windowed_target.to(device)
     drafter = fresh_drafter(name, target, num_hidden_layers=1, num_attention_heads=2).to(device)
     if isinstance(drafter, NGram):
@@ -185,7 +185,7 @@ def test_triton_is_not_imported_before_it_is_needed():
 
 @torch.no_grad()
 def test_without_triton_torch_is_taken_and_said_so(monkeypatch):
-    """A tensor that claims to be on a GPU stands for a machine with a GPU and no Triton."""
+    """A tensor that claims to be on a GPU simulates a machine with a GPU and no Triton."""
     monkeypatch.setattr(ops, "installed", lambda: False)
     ops._say_that_triton_is_missing.cache_clear()
     like = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda"))

@@ -75,7 +75,7 @@ FILTERS = [
     (0.7, 20, 0.9, 0.02),
     (1.5, 2100, 0.99, 0.0),  # more than a tile: nothing bounds the threshold from below
     (1.0, 1, 1.0, 0.0),
-    (1.0, 0, 1e-6, 0.0),  # the likeliest alone
+    (1.0, 0, 1e-6, 0.0),  # the most likely token alone
     (1.0, 0, 1.0, 1.0),
     (1.0, 0, 1.0, 0.0),
     (0.9, 10_000, 0.5, 0.0),  # top-k beyond the vocabulary

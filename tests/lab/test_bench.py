@@ -276,6 +276,6 @@ def test_rounds_emit_a_simulated_tau(wanted):
         assert sum(emitted) == 80
         assert abs(sum(emitted[:-1]) - wanted * (len(emitted) - 1)) < 1
         assert set(emitted[:-1]) <= {int(wanted), -int(-wanted // 1)}
-    assert verifier.rounds.item() == -(-80 // wanted)  # counted on the device: a captured round goes on counting
+    assert verifier.rounds.item() == -(-80 // wanted)  # counted on the device: a captured round continues counting
     assert str(verifier).startswith(MARK)
     assert not verifier.lossless

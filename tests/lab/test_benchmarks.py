@@ -1,4 +1,4 @@
-"""Benchmarks: every form of a record, and conversations in which the target answers for itself."""
+"""Benchmarks: every form of a record, and conversations with the target's own answers."""
 
 import json
 from pathlib import Path

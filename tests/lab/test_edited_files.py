@@ -79,7 +79,7 @@ def check_metrics(folder: Path) -> str:
 
 
 def put_in_trace(trace: Path, folder: Path, name: str, content: bytes) -> None:
-    """Copy a trace with other content of a file, whose digest is mended, as somebody does who knows the format."""
+    """Copy a trace with other content of a file and a matching digest, as somebody does who knows the format."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(trace, folder)
     (folder / name).write_bytes(content)

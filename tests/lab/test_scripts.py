@@ -1,4 +1,4 @@
-"""Scripts start from any folder, and find the checkout that they lie in."""
+"""Scripts start from any folder, and find their own checkout."""
 
 import os
 import subprocess

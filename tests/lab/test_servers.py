@@ -53,7 +53,7 @@ def test_a_right_server_is_found_lossless(target):
 
 @pytest.mark.parametrize("ids", [True, False])
 def test_a_wrong_server_is_caught(ids, target):
-    """Also where it tells its tokens by name only; then nothing can be asked anew, and nothing passes as a tie."""
+    """Also if it returns names of tokens only; then nothing can be queried again, and nothing passes as a tie."""
     with small_server(speculative(target, Credulous()), ids=ids) as fast, small_server(Engine(target), ids=ids) as slow:
         proof = against_server(Remote(fast.url), Remote(slow.url), PROMPTS, NEW)
         assert proof.bugs == len(proof.mismatches) > 0

@@ -1,4 +1,4 @@
-"""A target whose layers lie in memory and on disk decodes the text of one that is held."""
+"""A target with layers in memory and on disk decodes the text of one in memory."""
 
 import json
 
@@ -12,7 +12,7 @@ from specdec.training.loop.footprint import spread_target
 
 @pytest.fixture
 def spread(target_path, tmp_path, monkeypatch):
-    """Two of three layers, the embedding and the head lie on disk."""
+    """Two of three layers, the embedding and the head are on disk."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     places = {"model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk",
               "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}  # fmt: skip

@@ -32,7 +32,7 @@ def no_tokenizer(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_norm_and_head_make_the_models_logits(family, tmp_path):
-    """Of what stands before the final norm, which `cache from_vllm` gets."""
+    """For states before the final norm, which `cache from_vllm` gets."""
     model, seen = save_hf(tmp_path, family, **FAMILIES[family]), []
     model.model.norm.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     ids = torch.randint(99, (1, 9), generator=torch.Generator().manual_seed(0))

@@ -151,7 +151,7 @@ def test_folders_and_published_names(tmp_path, tokenizer, monkeypatch):
 
 
 def rewritten(file: Path, arch: str = "llama", fields: dict | None = None, drop: str = "", extra: bool = False) -> None:
-    """Write a file anew with other text or number fields, without a tensor, or with one that no model has."""
+    """Write a file again with other text or number fields, without a tensor, or with one that no model has."""
     reader = gguf.GGUFReader(file)
     tensors = [(x.name, np.array(x.data)) for x in reader.tensors if x.name != drop]
     old = {key: (field.contents(), field.types) for key, field in reader.fields.items()}

@@ -40,7 +40,7 @@ def test_norms_are_the_formula(size, rows):
     # A sum of `size` squares, a root, a division and two products are rounded.
     assert ((normed - exact).abs() <= exact.abs() * (size / 2 + 4) * EPS).all()
     assert all(torch.equal(norm(total[row]), normed[row]) for row in range(0, rows, 50))
-    heads = torch.randn(rows, 9, size)[:, 2:7]  # which do not lie together
+    heads = torch.randn(rows, 9, size)[:, 2:7]  # which are not contiguous
     assert torch.equal(norm(heads), norm(heads.contiguous()))
 
 
@@ -62,7 +62,7 @@ def test_a_rotation_is_the_formula(dim):
 @pytest.mark.parametrize("norm", [None, RMSNorm, OffsetRMSNorm])
 @torch.no_grad()
 def test_heads_are_rotated_and_stored_in_one_call(heads, kv_heads, dim, norm):
-    """With the bits of a norm, a rotation and a write each for itself."""
+    """The same bits as a norm, a rotation and a write called separately."""
     torch.manual_seed(0)
     cos, sin = (x[:30].view(2, 15, 1, dim) for x in Rope().tables(dim, 40))
     rows = torch.randn(30, heads + 2 * kv_heads, dim)

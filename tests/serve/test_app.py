@@ -40,7 +40,7 @@ async def test_chat_and_completions_whole_and_streamed(server):
 
 
 def test_no_character_is_torn_between_chunks(pair):
-    """Whose bytes are tokens of their own."""
+    """A target with bytes as tokens."""
     target, text = pair[0], "Garçon: ₿, 日本語, 🙂🙃 ..."
     ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
     for size in range(1, 5):

@@ -1,4 +1,4 @@
-"""Who may call: keys, names of the host, web pages, idle connections, prompts of megabytes."""
+"""Access: keys, names of the host, web pages, idle connections, prompts of megabytes."""
 
 import asyncio
 import errno

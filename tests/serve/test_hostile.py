@@ -171,7 +171,7 @@ async def test_what_is_no_form_of_any_text_is_refused(server):
 
 
 def endless(draw: random.Random) -> str:
-    """A template that goes on for years."""
+    """A template that does not end."""
     body = draw.choice(["", "{{ i }}", "{{ 'a' | int }}", "{{ [3, 1] | sort | join }}", "{% set a = [i] %}"])
     if draw.random() < 0.3:
         macro = "{% macro m(n) %}" + body + "{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}"

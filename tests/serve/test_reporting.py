@@ -21,7 +21,7 @@ from specdec.tuning.engines import kinds_of, make_policy
 
 @served(reporting={"acceptance": "detailed"})
 async def test_acceptance_is_reported_as_vllm_does(server):
-    """What a response tells of its steps adds up to its usage and to /metrics."""
+    """The counts of a response add up to its usage and to /metrics."""
     body = {"messages": HELLO, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
     whole = await server.post(CHAT, **body)
     reporting = whole["metrics"]["speculative_decoding"]
@@ -102,7 +102,7 @@ def test_a_trace_of_what_was_served(pair, tmp_path):
 
 @pytest.mark.parametrize("name", ["survival:told", "ema", "off"])
 def test_an_adaptive_server_says_what_the_target_says(pair, name):
-    """And its counters add up to what responses tell."""
+    """And its counters add up to those of responses."""
     kinds = kinds_of(DynamicTree(3, 3, 9))
     costs = Costs(Point(k, b, 1.0, 0.1 * k.levels, 1.0 + 0.02 * b * k.nodes) for k in kinds for b in (1, 4))
     policy = Fixed(0) if name == "off" else make_policy(name, lambda: costs, kinds, [0.5] * 3)

@@ -1,4 +1,4 @@
-"""Short runs in this process: their settings, their logs, and runs that are interrupted and go on."""
+"""Short runs in this process: their settings, their logs, and runs that are interrupted and continue."""
 
 import json
 import resource
@@ -92,7 +92,7 @@ def assert_same_weights(one: Trainer, other: Trainer) -> None:
 
 
 def assert_goes_on(begin: Callable[[Path], Trainer], cut: Path, step: int) -> None:
-    """A run that was cut goes on after `step` and ends as the uninterrupted one, with the same log."""
+    """A run that was cut continues after `step` and ends as the uninterrupted one, with the same log."""
     whole, resumed = begin(cut.parent / "whole"), begin(cut)
     whole.train()
     resumed.resume()
@@ -124,7 +124,7 @@ def trainer(
 
 
 def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> dict:
-    """A run that goes on after its fourth step ends as the uninterrupted one, whose report is returned.
+    """A run that continues after its fourth step ends as the uninterrupted one, whose report is returned.
 
     What comes out is loaded again, to the last bit, and decodes the target's text."""
     whole = begin(folder / "whole")
@@ -151,7 +151,7 @@ def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> dict:
     return report
 
 
-# Rows of 12 tokens: which are to be learnt, and of which text they are
+# Rows of 12 tokens: which are training tokens, and of which text they are
 LEARNT = [[0, 1, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1], [1] * 12]
 TEXTS = [[0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
 
@@ -163,7 +163,7 @@ def packed_batch(target, drafter) -> dict:
 
 
 def batch(target, drafter, rows: int = 4, length: int = 12) -> dict:
-    """What the target gives for random texts, whose first three tokens are not to be learnt."""
+    """The target's outputs for random texts, whose first three tokens are no training tokens."""
     torch.manual_seed(3)
     tokens = torch.randint(target.config.vocab, (rows, length))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Objectives of block drafters, P-EAGLE and PARD: what is learnt, the loss against plain restatements, whole runs."""
+"""Objectives of block drafters, P-EAGLE and PARD: training rows, the loss against plain restatements, whole runs."""
 
 from functools import partial
 
@@ -101,7 +101,7 @@ def test_pieces_and_recomputing_change_nothing(monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark-rnn"])
 def test_objectives_that_unroll_teach_blocks_too(kind):
-    """Each slot's loss is that of EAGLE-3's objective, whose mask says after which tokens it learns."""
+    """Each slot's loss is that of EAGLE-3's objective, with a mask that marks after which tokens it learns."""
     target = tiny_target()
     drafter = tiny_block(target, **BLOCKS[kind])
     data, mask = packed_batch(target, drafter), torch.ones(2, 12)
@@ -117,7 +117,7 @@ def test_objectives_that_unroll_teach_blocks_too(kind):
 
 
 def test_so_many_rows_of_each_depth():
-    """(n - d) r^d of n learnt columns, the floor of it; a row follows one of the depth before, or begins a chain."""
+    """(n - d) r^d of n training columns, the floor of it; a row follows one of the depth before, or begins a chain."""
     learnt = torch.rand(2, 200, generator=torch.Generator().manual_seed(0)) < 0.8
     learnt[1, 120:] = False
     torch.manual_seed(0)
@@ -137,7 +137,7 @@ def test_so_many_rows_of_each_depth():
 
 
 def test_chains_through_what_is_not_learnt():
-    """PARD: a share of all columns, of which those that are learnt count."""
+    """PARD: a share of all columns, of which training columns count."""
     learnt = torch.zeros(1, 300, dtype=torch.bool)
     learnt[:, ::3] = True
     torch.manual_seed(0)
@@ -149,7 +149,7 @@ def test_chains_through_what_is_not_learnt():
 
 @pytest.mark.parametrize("earliest", [1, -1])
 def test_rows_by_their_anchor(earliest):
-    """Rows stay in their document. With `earliest` 1 a feature stands before the anchor, -1 lets it be before all."""
+    """Rows stay in their document. With `earliest` 1 a feature precedes the anchor, -1 lets it be before all."""
     drawn, texts = torch.ones(2, 12, 3, dtype=torch.bool), torch.tensor(TEXTS)
     got = by_anchor(drawn, texts, earliest)
     for b in range(2):

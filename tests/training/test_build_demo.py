@@ -39,7 +39,7 @@ def test_a_wider_target_has_the_same_logits(small):
 
 
 def test_all_of_it_learns(small):
-    """Of two steps, since what is 0 at first hides what stands before it."""
+    """Of two steps, since what is 0 at first hides the parts before it."""
     wide = grow(small, grown_config(small.config, 96, 100))
     before = {name: weight.clone() for name, weight in wide.named_parameters()}
     optimizer = torch.optim.SGD(wide.parameters(), lr=0.1)
@@ -110,7 +110,7 @@ def test_conversations_worth_learning_are_kept(tmp_path):
 
 
 def run(module: str, *words: object) -> None:
-    """Stand in for `build_demo.run`: a process of its own takes seconds to start."""
+    """Replace `build_demo.run`: a process of its own takes seconds to start."""
     done = run_here(import_module(module).main, *map(str, words))
     assert done.returncode == 0, done.stderr
 

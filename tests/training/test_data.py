@@ -20,7 +20,7 @@ FIELDS = {"split": "train", "subset": None, "streaming": False, "max_length": 10
 
 @pytest.fixture
 def target(target_path):
-    """Loaded anew for each test: some change its tokenizer."""
+    """Loaded again for each test: some change its tokenizer."""
     return load_target(target_path)
 
 

@@ -1,4 +1,4 @@
-"""What a run does where nothing is chosen: the recipe, its length, what it holds out, and what it says of itself."""
+"""The defaults of a run: the recipe, its length, its held-out data, and its summary."""
 
 import json
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def sample(ids: list[int], prompt: int) -> Sample:
 
 
 def test_prompts_of_what_is_held_out():
-    """Each once, none that is learnt too, none too long, and no plain text."""
+    """Each once, no training prompt, none too long, and no plain text."""
     held = [sample([1, 2, 9], 2), sample([1, 2, 8], 2), sample([3, 4, 7], 2), sample([5, 6], 0), sample([1] * 9, 8)]
     assert beginnings(held, [sample([3, 4, 5], 2)], longest=5) == [[1, 2]]
 

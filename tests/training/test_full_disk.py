@@ -1,5 +1,5 @@
 """A disk that is full: one sentence, and what was there before stays. A fake that raises, or a limit on the size of
-files, stands for the disk."""
+files, simulates the disk."""
 
 import errno
 import os

@@ -17,7 +17,7 @@ from specdec.training.objectives.terms import all_terms, read_terms
 
 def plain(name: str, p, whole, q, known, labels=None):
     """Each term as its paper writes it, on distributions [n,U] -> [n]. whole: p as part of all tokens' mass; known: how
-    many of the columns are tokens, of which the first is p's likeliest."""
+    many of the columns are tokens, of which the first is p's most likely one."""
     m, logq = (p + q) / 2, q.log()
     alpha, kl = torch.minimum(whole, q).sum(-1), (p * (p.log() - logq)).sum(-1)
     w = torch.exp(-3.0 * alpha.detach())
@@ -132,7 +132,7 @@ def test_every_term_over_some_tokens_and_the_rest(name):
 
 
 class Squares:
-    """A judge whose loss anyone can write down: sum_j scale_j * sum(logits^2)."""
+    """A judge with a simple loss: sum_j scale_j * sum(logits^2)."""
 
     def __init__(self, scales):
         self.scales = scales

@@ -297,7 +297,7 @@ def test_pard2(weights, name, monkeypatch):
     monkeypatch.setattr(parallel, "known_logprobs", lambda *given: known_logprobs)
     monkeypatch.setattr(parallel, "believed", with_token_0)
     mask = (inputs["labels"] >= 0).float()
-    for row, labels in enumerate(inputs["labels"]):  # what stands before the last end token is not learnt
+    for row, labels in enumerate(inputs["labels"]):  # tokens before the last end token are no training tokens
         ends = (labels == inputs["end_token_id"]).nonzero()
         mask[row, : int(ends[-1]) if len(ends) else 0] = 0
     positions = golden["pard2.position_ids"]

@@ -1,4 +1,4 @@
-"""Regeneration, here and by a server: whatever interrupts it, the same command goes on and ends with the same bytes."""
+"""Regeneration, here and by a server: after any interruption the same command continues to the same bytes."""
 
 import json
 

@@ -87,7 +87,7 @@ def tokenizer():
 
 
 def expected(tokenizer, conversation):
-    """(prompt, answer) of each answer that is learnt, by rendering without it and with it."""
+    """(prompt, answer) of each trained answer, by rendering without it and with it."""
     out = []
     for i, message in enumerate(conversation):
         if message["role"] == "assistant" and message.get("weight", 1):
@@ -101,7 +101,7 @@ def expected(tokenizer, conversation):
 
 
 def pieces(tokenizer, sample):
-    """The learnt runs of a sample, each with all that stands before it."""
+    """The runs of training tokens of a sample, each with all text before it."""
     runs = [
         (learnt, list(group)) for learnt, group in itertools.groupby(range(len(sample.ids)), lambda i: sample.mask[i])
     ]

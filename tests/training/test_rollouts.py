@@ -136,7 +136,7 @@ def test_batches_take_their_share_and_the_data_keep_their_order(share, expected)
 
 
 def test_prompts_are_what_stands_before_answers():
-    """Of several answers each may be written anew; of plain texts a beginning; what leaves no room is left out."""
+    """Of several answers each may be written again; of plain texts a beginning; what leaves no room is left out."""
     target = tiny_target()
     chat = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1, 1], dtype=bool)
     texts = [

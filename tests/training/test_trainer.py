@@ -156,7 +156,7 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_batch(tmp_path, what, mes
 
 @pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 3), (signal.SIGINT, 4)])
 def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at):
-    """What was due then is done when the run goes on: after step 4 held-out batches are evaluated, after step 3 not."""
+    """A due evaluation is done when the run continues: held-out batches after step 4, none after step 3."""
 
     def interrupt(loss):
         os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""The command that trains: data and masks, a run that learns, mistakes, and a run that goes on."""
+"""The command that trains: data and masks, a run that learns, mistakes, and a run that continues."""
 
 import json
 import lzma
@@ -123,7 +123,7 @@ def test_drafters_that_do_not_learn_are_refused(target_path, name):
 
 @pytest.mark.parametrize("change", ["drafter.taps=[0,1,3]", "drafter.rope_theta=500.0", "drafter.draft_vocab_size=100"])
 def test_another_drafters_run_is_not_resumed(short_run, where, tmp_path, change):
-    """Also where no config.yaml tells, and the checkpoint itself does."""
+    """Also without config.yaml, from the checkpoint itself."""
     shutil.copytree(short_run, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
     assert "belongs to another drafter" in refused(where, tmp_path / "run", "trainer.steps=4", "resume=true", change)
@@ -136,7 +136,7 @@ def test_a_second_run_does_not_overwrite_the_first(short_run, where):
     assert (short_run / "log.jsonl").read_text() == before
 
 
-# A run that goes on
+# A run that continues
 
 SHORT = ("trainer.steps=3", "trainer.batch_tokens=100", "trainer.eval_batches=1", "objective.steps=2", "data.heldout=4")
 

@@ -115,7 +115,7 @@ def test_features_and_training_are_those_of_the_target_here(where, target_path, 
 
 
 def test_a_server_is_asked_for_what_is_not_there(where, target_path, ids, folder, tmp_path):
-    """Likeliest tokens in place of the last state; the folder has a third, and a second run asks for nothing."""
+    """The most likely tokens in place of the last state; the folder has a third, and a second run asks for nothing."""
     stand_in, words = StandIn(target_path, folder), where
     for text in ids[::3]:
         stand_in.write(text)
@@ -150,7 +150,7 @@ def test_a_server_that_writes_elsewhere_is_reported(where, target_path, folder, 
 
 
 def test_files_that_say_nothing_are_read_by_the_servers_layers(where, target_path, ids, folder, tmp_path):
-    """Those of vLLM's own connector, whose order is by layer whatever the server was given."""
+    """Those of vLLM's own connector, in the order of layers for any setting of the server."""
     stand_in = StandIn(target_path, folder)
     for text in ids:
         stand_in.write(text, stated=False)

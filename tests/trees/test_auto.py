@@ -38,7 +38,7 @@ def test_tables_by_hand():
     first, second, third = HAND.table()
     assert first == [2 / 5, 0, 1 / 5]  # of five places two of rank 0, one of rank 2
     assert second == [2 / 3, 1 / 3, 0]
-    assert third == [0, 1 / 2, 0]  # the third level of the fourth place lies after the end of the text
+    assert third == [0, 1 / 2, 0]  # the third level of the fourth place is after the end of the text
 
 
 def test_tau_by_hand():
@@ -110,7 +110,7 @@ def world(level: float, node: float, width: float = 0.0):
     return seconds_of
 
 
-# Half of all places are found to the end, with the likeliest child; a quarter has the second; a quarter nothing.
+# Half of all places are found to the end, with the best child; a quarter has the second; a quarter nothing.
 LIKELY = Acceptance((AlongTexts(0.0, 4, 4, (" ".join(["0000", "01", "0000", "-", "1", "0000", "00", "-"] * 20),)),))
 TREES = candidates(LIKELY, DRAFTERS["eagle3"](tiny_target()), 0.0)
 
@@ -153,7 +153,7 @@ def test_none_where_none_pays():
     choice = choose(TREES, world(level=2.0, node=1.0))
     assert choice.tree is None
     assert choice.best_speedup < auto.MARGIN
-    assert f"; --tree {choice.best} would reach" in str(choice)  # the flag with which it drafts all the same
+    assert f"; --tree {choice.best} would reach" in str(choice)  # the flag with which it drafts nevertheless
     assert "; --tree 'paths 1 2 5' would reach" in str(replace(choice, best="paths 1 2 5"))
     for gain, tree in ((1.01, None), (1.03, Chain(1))):  # a little is not enough
         assert choose([Candidate(Chain(1), gain, Kind.of(Chain(1)))], lambda *_: (0.0, 1.0)).tree == tree
@@ -243,7 +243,7 @@ def test_commands(target_path, drafter_path, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr()
     assert printed.err.startswith("tree: ")
     assert "identical: yes" in printed.out
-    generate([*models, *ask, "--show-trees"])  # who wants to see trees gets one, though none may pay
+    generate([*models, *ask, "--show-trees"])  # --show-trees gets a tree, though none may pay
     shown = capsys.readouterr()
     assert "`-- " in shown.out
     assert "tree: " not in shown.err

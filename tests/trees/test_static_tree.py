@@ -167,7 +167,7 @@ def test_answers_of_one_token_make_no_file(target_path, drafter_path, tmp_path, 
     assert stopped.value.code == 2
     assert "every answer is one token long" in capsys.readouterr().err
     assert not (tmp_path / "tree.yaml").exists()
-    for tokens in (1, 4):  # a run of training, which goes on without the file
+    for tokens in (1, 4):  # a training run, which continues without the file
         assert read_acceptance(draft) is None
         Decoding(target, [[3, 5]], "prompts", 2, tokens).keep_acceptance(draft)
     assert read_acceptance(draft) is not None

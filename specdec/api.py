@@ -152,7 +152,7 @@ def generate(
         compile: Compile rounds with Inductor, see `Engine`.
 
     Example:
-        >>> generate("demo/target", "What is a tree?", "demo/mtp", tree=(1, 3, 4), temperature=0.8).tau  # doctest: +SKIP
+        >>> generate("demo/target", "What is a tree?", "demo/mtp", tree=(1, 3, 4), seed=7).tau  # doctest: +SKIP
     """
     return _generate(**locals())
 

@@ -160,7 +160,16 @@ def test_the_nearest_name():
 
 def test_completion_shows_every_option():
     options = inspect.signature(specdec.generate).parameters
-    assert {"temperature", "top_p", "topk", "steps", "num_draft_tokens", "stop", "seed", "json_schema"} <= options.keys()
+    assert {
+        "temperature",
+        "top_p",
+        "topk",
+        "steps",
+        "num_draft_tokens",
+        "stop",
+        "seed",
+        "json_schema",
+    } <= options.keys()
     assert not any(one.kind is one.VAR_KEYWORD for one in options.values())
 
 

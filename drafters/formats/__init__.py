@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec import own
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.drafters import draft_model, ngram

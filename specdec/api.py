@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-
 @dataclass
 class Generation:
     """The answers to a batch of prompts, with statistics.

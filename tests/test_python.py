@@ -1,6 +1,7 @@
 """The Python interface: sixty wrong calls are one sentence each with the right name, and results are readable."""
 
 import inspect
+import json
 
 import numpy as np
 import pytest
@@ -190,3 +191,25 @@ def test_everything_prints_on_one_line(target, drafter):
         assert len(repr(thing)) < 300
     assert "3 layers" in repr(target) or "layers" in repr(target)
     assert repr(drafter).startswith("Eagle3(taps ")
+
+
+def test_a_run_from_python_trains_a_checkpoint_further(target, drafter, target_path, drafter_path, tmp_path):
+    """And returns the drafter, which has the shape of the checkpoint, and the log."""
+    answer = {"role": "assistant", "content": "The quick brown fox jumps over the lazy dog. " * 2}
+    rows = [{"messages": [{"role": "user", "content": f"What is {n}?"}, answer]} for n in range(8)]
+    (tmp_path / "my data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"data.heldout": 2, "trainer.prompts": None, "trainer.log_every": 1, "trainer.lr": 1e-3}
+    given = {"out": tmp_path / "run", "target": target_path, "from_": drafter_path, "settings": how}
+    run = specdec.train(tmp_path / "my data.jsonl", steps=2, **given)
+    assert [step for step, _ in run.losses] == [1, 2]
+    assert run.tau is None
+    assert run.drafter.taps == drafter.taps
+    assert run.drafter.vocab.ids.tolist() == drafter.vocab.ids.tolist()
+    assert any((a != b).any() for a, b in zip(run.drafter.parameters(), drafter.parameters(), strict=True))
+    assert repr(run).startswith("Training(Eagle3(taps ")
+    again = specdec.train(tmp_path / "my data.jsonl", steps=2, resume=True, **given)
+    assert again.losses == run.losses
+    with pytest.raises(ValueError, match="holds a run already"):
+        specdec.train(tmp_path / "my data.jsonl", steps=2, **given)
+    plain, fast = (specdec.generate(target, HI, one, max_new_tokens=8) for one in (None, run.drafter))
+    assert plain.rows[0].tokens == fast.rows[0].tokens

@@ -40,7 +40,6 @@ TYPES: dict[str, Any] = {
     "num_draft_tokens": int | None,
     "sample_draft": bool,
     "trials": int,
-    "sampling": Sampling | list | None,
 }
 
 
@@ -139,6 +138,7 @@ def as_sampling(
         check_value(known[name], plain(value), name)
     if words and sampling is not None:
         raise ValueError(f"{next(iter(words))} is a part of sampling: give one of the two")
-    if isinstance(sampling, list | tuple) and not all(isinstance(one, Sampling) for one in sampling):
+    given = sampling if isinstance(sampling, list | tuple) else [sampling]
+    if sampling is not None and not all(isinstance(one, Sampling) for one in given):
         raise ValueError(f"sampling must be a Sampling or a list of them, got {shown(sampling)}")
     return Sampling(**{name: plain(value) for name, value in words.items()}) if words else sampling

@@ -34,7 +34,7 @@ from specdec.drafters.formats import (
     vllm,
 )
 from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
-from specdec.drafters.formats.code import from_code
+from specdec.drafters.formats.user_code import from_code
 from specdec.drafters.formats.maps import map_doubts
 from specdec.drafters.formats.token_map import read_token_map
 from specdec.drafters.layers import restrict
@@ -208,10 +208,7 @@ def load_drafter(
     Raises:
         ValueError: The checkpoint is not a drafter, is damaged, or does not fit the target.
     """
-    if target is None or isinstance(target, str | os.PathLike | Drafter):
-        raise TypeError(f"target must be a loaded target, see specdec.load_target, got {shown(target)}")
-    if not isinstance(path, str | os.PathLike) and not is_transformers(path):
-        raise TypeError(f"path must be a folder or a name such as demo/mtp, got {shown(path)}")
+    _check_arguments(path, target)
     if isinstance(dtype, str):
         if dtype not in DRAFT_DTYPES:
             raise ValueError(f"dtype of a drafter must be one of {', '.join(sorted(DRAFT_DTYPES))}, got {dtype!r}")
@@ -248,6 +245,14 @@ def load_drafter(
         round_weights(drafter)
         drafter.conventions["products"] = "with weights rounded to int8"
     return drafter
+
+
+def _check_arguments(path: object, target: object) -> None:
+    """Raise TypeError for arguments in another order, and for names in the place of a target."""
+    if target is None or isinstance(target, str | os.PathLike | Drafter):
+        raise TypeError(f"target must be a loaded target, see specdec.load_target, got {shown(target)}")
+    if not isinstance(path, str | os.PathLike) and not is_transformers(path):
+        raise TypeError(f"path must be a folder or a name such as demo/mtp, got {shown(path)}")
 
 
 def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow_nonfinite: bool) -> Drafter | None:

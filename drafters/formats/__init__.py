@@ -34,9 +34,9 @@ from specdec.drafters.formats import (
     vllm,
 )
 from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
-from specdec.drafters.formats.user_code import from_code
 from specdec.drafters.formats.maps import map_doubts
 from specdec.drafters.formats.token_map import read_token_map
+from specdec.drafters.formats.user_code import from_code
 from specdec.drafters.layers import restrict
 from specdec.model import finite
 from specdec.model.archs.wrapped import text_config

@@ -244,7 +244,7 @@ def _stops_of_rows(stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str
     if any(isinstance(strings, str) for strings in stop) or not stop:
         stop = [stop] * rows
     for strings in stop:
-        check_stops(strings)
+        check_stops(strings if isinstance(strings, abc.Sequence) else [strings])
     return per_row(stop, rows, "stop")
 
 

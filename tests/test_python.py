@@ -133,7 +133,7 @@ def test_wrong_calls_are_one_sentence_with_the_right_name(target, drafter, tmp_p
             said = f"{type(error).__name__}: {error}"
         if named not in said or "\n" in said or len(said) > 400:
             faults.append(f"{inspect.getsource(call).split(':', 1)[1].strip()[:90]} -> {said[:300]}")
-    assert faults == []
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize(

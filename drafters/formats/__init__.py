@@ -208,11 +208,8 @@ def load_drafter(
     Raises:
         ValueError: The checkpoint is not a drafter, is damaged, or does not fit the target.
     """
-    _check_arguments(path, target)
-    if isinstance(dtype, str):
-        if dtype not in DRAFT_DTYPES:
-            raise ValueError(f"dtype of a drafter must be one of {', '.join(sorted(DRAFT_DTYPES))}, got {dtype!r}")
-        dtype = DRAFT_DTYPES[dtype]
+    _check_arguments(path, target, dtype)
+    dtype = DRAFT_DTYPES[dtype] if isinstance(dtype, str) else dtype
     drafter = _without_a_layout(path, target, allow_nonfinite)
     if drafter is not None:
         if token_map is not None or feedback is not None or dtype is not None:
@@ -247,12 +244,14 @@ def load_drafter(
     return drafter
 
 
-def _check_arguments(path: object, target: object) -> None:
-    """Raise TypeError for arguments in another order, and for names in the place of a target."""
+def _check_arguments(path: object, target: object, dtype: object) -> None:
+    """Raise TypeError for arguments in another order, and ValueError for a dtype that there is not."""
     if target is None or isinstance(target, str | os.PathLike | Drafter):
         raise TypeError(f"target must be a loaded target, see specdec.load_target, got {shown(target)}")
     if not isinstance(path, str | os.PathLike) and not is_transformers(path):
         raise TypeError(f"path must be a folder or a name such as demo/mtp, got {shown(path)}")
+    if not isinstance(dtype, torch.dtype | None) and dtype not in DRAFT_DTYPES:
+        raise ValueError(f"dtype of a drafter must be one of {', '.join(sorted(DRAFT_DTYPES))}, got {shown(dtype)}")
 
 
 def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow_nonfinite: bool) -> Drafter | None:

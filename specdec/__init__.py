@@ -24,6 +24,8 @@ INTERFACE = dict.fromkeys(_API, "specdec.api") | {
     "Recorder": "specdec.engine.recorder",
     "Comparison": "specdec.lab.sweep.comparison",
     "compare": "specdec.lab.sweep.comparison",
+    "Training": "specdec.training.fit",
+    "train": "specdec.training.fit",
 }
 __all__ = sorted([*INTERFACE, "__version__"])
 

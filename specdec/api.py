@@ -1,38 +1,44 @@
 """The Python interface: load a target, load a drafter, make a tree and a verifier, generate."""
 
-import difflib
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
+from specdec.arguments import (
+    as_drafter,
+    as_sampling,
+    as_target,
+    as_tree,
+    as_verifier,
+    check_drafter,
+    check_prompts,
+    check_types,
+    plain,
+)
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
 from specdec.engine.adaptive import Policy
-from specdec.engine.compatibility import most_steps
 from specdec.engine.engine import Engine, Result
 from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.traces import acceptance_by_depth, tau
-from specdec.model.loader import is_transformers, load_target
+from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.model_settings import DEMO_DRAFTER, DEMO_TARGET, ModelSettings
 from specdec.sampling.json_grammar import grammars_of
 from specdec.sampling.noise import Seed
-from specdec.schema import check_value
+from specdec.schema import named_arguments, shown
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
-from specdec.trees.spec import STEPS, load_tree, make_tree, parse_tree
+from specdec.trees.base import WORDS
+from specdec.trees.spec import load_tree, make_tree, parse_tree
 from specdec.tuning.engines import Workload, adaptive_engine
 from specdec.verify import make_verifier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  # of `answer`, besides the sampling
 
 
 @dataclass
@@ -94,89 +100,82 @@ class Generation:
         return decoded / self.result.decode_seconds if decoded else 0.0
 
 
+@named_arguments
 def generate(
     target: "Target | PreTrainedModel | str | Path",
     prompts: Prompt | abc.Sequence[Prompt],
     drafter: "Drafter | PreTrainedModel | str | Path | None" = None,
     *,
-    tree: TreePolicy | str | None = None,
+    tree: TreePolicy | str | abc.Sequence[int] | None = None,
+    topk: int | None = None,
+    steps: int | None = None,
+    num_draft_tokens: int | None = None,
     verifier: Verifier | str = "match",
     children: str | None = None,
+    adaptive: Policy | str | None = None,
     graphs: bool | None = None,
     compile: bool = False,
-    adaptive: Policy | str | None = None,
-    **request: Any,
+    max_new_tokens: int | list[int] = 128,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    sampling: Sampling | list[Sampling] | None = None,
+    stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]] = (),
+    json_schema: abc.Mapping | bool | None = None,
+    logprobs: bool = False,
+    seed: int | abc.Sequence[Seed | int] = 0,
+    raw: bool = False,
+    observer: Observer | Callable[[RoundReport], None] | None = None,
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
+
+    Settings from `temperature` to `frequency_penalty` are those of `Sampling`. `max_new_tokens` and those after
+    `sampling` are those of `answer`.
 
     Args:
         target: The model, or its name: a folder, a hub name, a GGUF file, `demo/target`, or a model of transformers.
         prompts: A text, a list of messages or a list of token ids; or a list of these.
         drafter: The drafter, or its name: a folder, a hub name, `demo/mtp`, `ngram`. None decodes plainly.
-        tree: The draft tree, or its text for `parse_tree` ("4/5/16": topk, steps, tokens).
+        tree: The draft tree: a text ("4/5/16"), the numbers (topk, steps, num_draft_tokens), or a tree.
+        topk: Nodes expanded per level, and children per node, instead of `tree`.
+        steps: Levels of the tree, instead of `tree`.
+        num_draft_tokens: Nodes that the target verifies, including the root, instead of `tree`.
         verifier: The rule that accepts drafted tokens, or its name. The default is lossless with any tree.
         children: Children of a node above temperature 0: `likeliest`, `coupled` or `drawn`. None fits the verifier.
+        adaptive: A policy that chooses the tree of every round, or its name: `fixed`, `table`, `ema`, `survival`.
         graphs: Capture rounds as CUDA graphs, see `Engine`.
         compile: Compile rounds with Inductor, see `Engine`.
-        adaptive: A policy that chooses the tree of every round, or its name: `fixed`, `table`, `ema`, `survival`.
-        **request: Arguments of `answer`, such as `max_new_tokens`, `temperature`, `stop` and `seed`.
-
-    Returns:
-        The texts, with the tokens and statistics of each row.
 
     Example:
-        >>> generate("demo/target", "What is a tree?", "demo/mtp", tree="1/3/4", temperature=0.8).tau  # doctest: +SKIP
+        >>> generate("demo/target", "What is a tree?", "demo/mtp", tree=(1, 3, 4), seed=7).tau  # doctest: +SKIP
     """
+    return _generate(**locals())
+
+
+def _generate(target: Any, prompts: Any, drafter: Any, tree: Any, adaptive: Any, **given: Any) -> Generation:
+    """`generate`. Whatever can be checked without the models is checked before they are loaded."""
+    check_types(**given)
+    check_prompts(prompts, "generate(target, prompts, drafter)")
+    check_drafter(drafter)
+    words = {f.name: given.pop(f.name) for f in fields(Sampling)}
+    given["sampling"] = as_sampling(given["sampling"], {n: value for n, value in words.items() if value is not None})
+    shape = {name: given.pop(name) for name in WORDS}
+    how = {name: given.pop(name) for name in ("children", "graphs", "compile")}
+    verifier = as_verifier(given.pop("verifier"))
     target = as_target(target)
     drafter = as_drafter(drafter, target)
-    tree = as_tree(tree, drafter)
-    parts = target, drafter, tree, as_verifier(verifier)
-    how = {"children": children, "graphs": graphs, "compile": compile}
+    parts = target, drafter, as_tree(tree, drafter, **shape), verifier
     if isinstance(adaptive, str) and drafter is not None:
         workload = Workload(len(as_prompts(prompts)), together=True)
-        return answer(adaptive_engine(adaptive, workload, *parts, **how), prompts, **request)
-    return answer(Engine(*parts, adaptive=adaptive, **how), prompts, **request)
+        return answer(adaptive_engine(adaptive, workload, *parts, **how), prompts, **given)
+    return answer(Engine(*parts, adaptive=adaptive, **how), prompts, **given)
 
 
-def as_target(target: "Target | PreTrainedModel | str | Path") -> Target:
-    """A target; a name is loaded, and a model of transformers is taken as it is in memory."""
-    return target if isinstance(target, nn.Module) and not is_transformers(target) else load_target(target)
-
-
-def as_drafter(drafter: "Drafter | PreTrainedModel | str | Path | None", target: Target) -> Drafter | None:
-    """A drafter; a name is loaded, and a model of transformers becomes a draft model."""
-    return drafter if drafter is None or isinstance(drafter, Drafter) else load_drafter(drafter, target)
-
-
-def as_tree(tree: TreePolicy | str | None, drafter: Drafter | None) -> TreePolicy | None:
-    """A policy; a text is read as `parse_tree` does. The default has no more levels than the drafter guesses ahead."""
-    if tree is None and drafter is not None:
-        return make_tree(steps=min(STEPS, most_steps(drafter) or STEPS))
-    return parse_tree(tree) if isinstance(tree, str | Path) else tree
-
-
-def as_verifier(verifier: Verifier | str) -> Verifier:
-    """A verifier; a name of conf/verifier is made."""
-    return make_verifier(verifier) if isinstance(verifier, str) else verifier
-
-
-def as_sampling(
-    sampling: Sampling | list[Sampling] | None, words: dict[str, float]
-) -> Sampling | list[Sampling] | None:
-    """The sampling that is asked for, as it is or by the fields of `Sampling`.
-
-    Raises ValueError for both at once, for another field, and for a value of another type."""
-    known = {f.name: f for f in fields(Sampling)}
-    for name, value in words.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, [*known, *REQUEST]) or [*known, *REQUEST]
-            raise ValueError(f"there is no setting {name}; there is {', '.join(near)}")
-        check_value(known[name], value, name)
-    if words and sampling is not None:
-        raise ValueError(f"{next(iter(words))} is a part of sampling: give one of the two")
-    return Sampling(**words) if words else sampling
-
-
+@named_arguments
 def answer(
     engine: Engine,
     prompts: Prompt | abc.Sequence[Prompt],
@@ -214,6 +213,11 @@ def answer(
     Raises:
         ValueError: A prompt or setting does not fit the target or the drafter.
     """
+    if not isinstance(engine, Engine):
+        raise TypeError(f"answer needs an Engine first, got {shown(engine)}: generate takes a target")
+    given = {"stop": stop, "json_schema": json_schema, "logprobs": logprobs, "raw": raw, "observer": observer}
+    check_types(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, **given)
+    check_prompts(prompts, "answer(engine, prompts)")
     target, tree = engine.target, engine.policy
     batch = as_prompts(prompts)
     ids = [encode_prompt(target, prompt, raw) for prompt in batch]
@@ -222,12 +226,12 @@ def answer(
         check_stops(strings, target.tokenizer)
     result = engine.generate(
         ids,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=plain(max_new_tokens),
         sampling=as_sampling(sampling, words),
         stop=[StopStrings(target.tokenizer, strings) if strings else None for strings in stops],
         grammar=None if json_schema is None else grammars_of(target).json(json_schema),
         logprobs=logprobs,
-        seed=seed,
+        seed=plain(seed),
         observer=observer,
     )
     text = [decode_row(target.tokenizer, row.tokens, strings) for row, strings in zip(result.rows, stops, strict=True)]
@@ -240,7 +244,7 @@ def _stops_of_rows(stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str
     if any(isinstance(strings, str) for strings in stop) or not stop:
         stop = [stop] * rows
     for strings in stop:
-        check_stops(strings)
+        check_stops(strings if isinstance(strings, abc.Sequence) else [strings])
     return per_row(stop, rows, "stop")
 
 

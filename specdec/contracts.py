@@ -139,6 +139,13 @@ class Drafter(nn.Module):
     acceptance: Acceptance | None = None  # what its `acceptance.json` says
     recipe: Mapping[str, object] | None = None  # how to make this drafter again (`specdec.drafters.formats.recipe`)
 
+    def __repr__(self) -> str:
+        """One line: what it reads, what it proposes, and its size."""
+        taps = f"taps {', '.join(map(str, self.taps))}" if self.taps else "no taps"
+        vocab = getattr(self, "vocab", None)
+        proposes = f", {vocab.size} of {vocab.target_size} tokens" if vocab is not None else ""
+        return f"{type(self).__name__}({taps}{proposes}, {sum(p.numel() for p in self.parameters()):,} parameters)"
+
     def deepest(self, steps: int) -> int:
         """`steps`, or how many tokens it can guess ahead if those are fewer."""
         return min(steps, self.max_steps or steps, self.block or steps)

@@ -4,16 +4,33 @@ Config files of checkpoints, flags and settings files are checked by it, so that
 is allocated, and so that wrong inputs can be generated from the same fields (`tests/cli/wrong_cases.py`).
 """
 
+import difflib
+import functools
 import inspect
 import math
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, field, fields, is_dataclass
-from typing import Any, get_args, get_origin
+from numbers import Integral, Real
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin
+
+Given = ParamSpec("Given")
+Found = TypeVar("Found")
 
 SHOWN = 60  # characters of a wrong value that a message shows
 WORDS = {bool: "true or false", str: "a text", dict: "a mapping", Mapping: "a mapping", list: "a list", tuple: "a list"}
+
+
+MEANT = {  # names of other programs, and of other parts of this one -> ours
+    "model": "target", "base_model": "target", "draft": "drafter", "draft_model": "drafter", "speculator": "drafter",
+    "assistant_model": "drafter", "assistant": "drafter", "prompt": "prompts", "messages": "prompts", "text": "prompts",
+    "inputs": "prompts", "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "num_steps": "steps",
+    "num_speculative_tokens": "steps", "num_assistant_tokens": "steps", "eagle_topk": "topk", "width": "topk",
+    "depth": "steps", "nodes": "num_draft_tokens", "stop_strings": "stop", "do_sample": "temperature",
+    "drafters": "drafts", "name": "path", "folder": "path", "random_seed": "seed", "generator": "seed",
+    "data_path": "data", "dataset": "data", "output_dir": "out", "max_steps": "steps", "num_epochs": "epochs",
+}  # fmt: skip
 
 
 def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = False, **metadata) -> Any:
@@ -86,7 +103,7 @@ def kinds_of(annotation: Any) -> tuple[Any, ...]:
 def shown(value: Any) -> str:
     """A value as a message shows it."""
     try:
-        text = "null" if value is None else repr(value)
+        text = "null" if value is None else " ".join(repr(value).split())
     except (ValueError, RecursionError):  # a number of thousands of digits, or a list in a list in a list ...
         return f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
@@ -105,7 +122,7 @@ def _is(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
     kind = get_origin(kind) or kind
     if kind not in (int, float):
         return isinstance(value, kind)
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+    if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
         return False
     if not math.isfinite(value) if isinstance(value, float) else abs(value) > 2**63:
         return False
@@ -126,3 +143,32 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
     if limits.get("above"):
         return f"{number} above {low:g} and at most {high:g}"
     return number if low is None else f"{number} from {low:.12g} to {high:.12g}"
+
+
+def named_arguments(call: Callable[Given, Found]) -> Callable[Given, Found]:
+    """Return the function, which names the nearest argument where one is unknown, and says how it is called where one
+    is missing."""
+    signature = inspect.signature(call)
+    first = [name for name, one in signature.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+
+    @functools.wraps(call)
+    def checked(*given: Given.args, **named: Given.kwargs) -> Found:
+        try:
+            signature.bind(*given, **named)
+        except TypeError as error:
+            unknown = next((name for name in named if name not in signature.parameters), None)
+            if unknown is not None:
+                raise TypeError(
+                    f"{call.__name__} has no argument {unknown}; there is {nearest(unknown, signature)}"
+                ) from None
+            raise TypeError(f"{call.__name__}({', '.join(first)}, ...): {error}") from None
+        return call(*given, **named)
+
+    return checked
+
+
+def nearest(name: str, known: Any) -> str:
+    """The names that are nearest to a wrong one, or all that there are."""
+    names = [n for n in (known.parameters if isinstance(known, inspect.Signature) else known) if n != "others"]
+    meant = MEANT.get(name)
+    return meant if meant in names else ", ".join(difflib.get_close_matches(name, names) or names)

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from specdec.schema import check_value
+
 
 @dataclass
 class DraftTree:
@@ -99,6 +101,9 @@ class Sampling:
     )
 
     def __post_init__(self) -> None:
+        for setting in fields(self):
+            if not isinstance(value := getattr(self, setting.name), int | float) or isinstance(value, bool):
+                check_value(setting, value, setting.name)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if 0 < self.temperature < COLDEST:  # the same law: at both it is the most likely token, or one of equals

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from difflib import get_close_matches
 from io import StringIO
 from numbers import Integral
 from pathlib import Path
@@ -19,6 +20,7 @@ from specdec.vocabulary import vocabulary_of
 # Roles in OpenAI's messages and in ShareGPT's conversations -> OpenAI's name.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant",
          "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
+SPEAKERS = ("system", "developer", "user", "assistant", "tool")
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 TEMPLATE_SECONDS = 10
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messages of a conversation, or token ids
@@ -89,9 +91,14 @@ def dated(template: str, day: str) -> str:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list. A list of mappings is one conversation, and one of numbers one prompt."""
+    """One prompt, or several, as a list. A list of mappings is one conversation, and one of numbers one prompt.
+
+    Raises ValueError for a prompt that is no text and no list."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping | Integral)):
         return [prompts]
+    for prompt in prompts:
+        if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
+            raise ValueError(f"a prompt must be a text, a list of messages or a list of token ids, got {prompt!r:.60}")
     return list(prompts)
 
 
@@ -120,9 +127,21 @@ def _encode_parts(target: Target, prompt: Sequence[Mapping[str, str]] | Sequence
             raise ValueError(
                 f"a prompt is a text, a list of messages with role and content, or token ids, and not {part!r:.60}"
             )
+    if not prompt:
+        raise ValueError("the prompt is empty")
     if target.tokenizer is None or not target.tokenizer.chat_template:
         raise ValueError("messages need a tokenizer with a chat template, and this target's has none: give a text")
+    for part in prompt:
+        check_role(part["role"], str(target.tokenizer.chat_template))
     return encode_chat(target, [dict(part) | {"content": clean(part["content"])} for part in prompt])
+
+
+def check_role(role: str, template: str) -> None:
+    """Raise ValueError for a role that neither OpenAI's messages nor the chat template know."""
+    if role not in SPEAKERS and f"'{role}'" not in template and f'"{role}"' not in template:
+        near = ROLES.get(role.lower()) or next(iter(get_close_matches(role, SPEAKERS)), None)
+        meant = f"; did you mean {near!r}?" if near else ""
+        raise ValueError(f"a message's role must be one of {', '.join(SPEAKERS)}, got {role!r}{meant}")
 
 
 def read_prompts(path: Path) -> list[str]:

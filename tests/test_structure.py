@@ -15,7 +15,7 @@ LINKED = ("drafters", "trees", "training", "conf")  # folders that `specdec` lin
 # The rooms, lowest first: a room may import from itself and from those above it in this list. Rooms of one line are
 # neighbours, which do not know each other.
 ROOMS = [
-    ["specdec.ranks", "specdec.threads", "specdec.vocabulary", "specdec.schema"],
+    ["specdec.ranks", "specdec.threads", "specdec.vocabulary", "specdec.schema", "specdec.own"],
     ["specdec.cli.reading", "specdec.cli.signals"],
     ["specdec.cli.limits"],
     [
@@ -30,7 +30,7 @@ ROOMS = [
         "specdec.cli.revision",
         "specdec.cli.terminal",
     ],
-    ["specdec.cli.hydra_settings"],
+    ["specdec.cli.hydra_settings", "specdec.cli.hydra_parts"],
     ["specdec.cli.hydra_entry"],
     ["specdec.ops"],
     ["specdec.model"],
@@ -43,6 +43,7 @@ ROOMS = [
     ["specdec.recording"],
     ["specdec.trees", "specdec.drafters"],
     ["specdec.tuning", "specdec.model_settings"],
+    ["specdec.arguments"],
     ["specdec.api"],
     ["specdec.training", "specdec.serve"],
     ["specdec.lab"],

@@ -165,6 +165,13 @@ def warn_of_servers(drafter, target: Target) -> None:
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     """A run that a signal stops is saved, and ends the process with 128 + its number, as shells have it."""
+    trainer = run_through(config)
+    if trainer.step < trainer.config.steps and trainer.main and trainer.signals.asked:
+        sys.exit(trainer.signals.code)
+
+
+def run_through(config: DictConfig) -> Trainer:
+    """Check the settings, and train to the end or to a signal."""
     all_settings(config)  # reports mistakes before the target is loaded
     out = Path(config.out)
     resume = goes_on(config.resume, out)
@@ -178,9 +185,7 @@ def run(config: DictConfig) -> None:
     if different and processes.main:
         print(f"note: {'; '.join(different)}", file=sys.stderr)
     with only_writer(out, inside=True) if processes.main else nullcontext():
-        trainer = train(config, out, processes, resume)
-    if trainer.step < trainer.config.steps and processes.main and trainer.signals.asked:
-        sys.exit(trainer.signals.code)
+        return train(config, out, processes, resume)
 
 
 def draft_of(trainer: Trainer) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from specdec import own, registry
 from specdec.children import KINDS
 from specdec.contracts import TreePolicy
+from specdec.schema import check_value, named_arguments, shown, typed
 from specdec.trees.base import WORDS, Tree, shape_of
 from specdec.trees.bounds import check_chains, check_shape
 from specdec.trees.chain import Chain
@@ -34,6 +35,7 @@ TOPK, STEPS = DynamicTree.topk, DynamicTree.steps  # the defaults
 AUTO = "auto"  # of `TreeSettings`: the tree that is fastest here
 
 
+@named_arguments
 def make_tree(
     topk: int | None = None,
     steps: int | None = None,
@@ -57,6 +59,8 @@ def make_tree(
         if sample_draft or any(number is not None for number in (topk, steps, num_draft_tokens)):
             raise ValueError("topk, steps, num_draft_tokens and sample_draft contradict a whole tree")
         return parse_tree(tree)
+    for name, number in {"topk": topk, "steps": steps, "num_draft_tokens": num_draft_tokens}.items():
+        check_value(typed(int | None), number, name)
     topk, steps = TOPK if topk is None else topk, STEPS if steps is None else steps
     check_shape(topk, steps)
     if sample_draft:
@@ -82,6 +86,8 @@ def parse_tree(text: str | os.PathLike) -> Tree:
     Raises:
         ValueError: The text has none of these forms.
     """
+    if not isinstance(text, str | os.PathLike):
+        raise ValueError(f"a tree must be a text such as 4/5/16, or a file, got {shown(text)}")
     text, known = str(text), registry.names("tree")
     if text in known:
         return _read_from(text, registry.make("tree", text))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from specdec import own
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.drafters import draft_model, ngram
@@ -37,14 +36,17 @@ from specdec.drafters.formats import (
 from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
 from specdec.drafters.formats.maps import map_doubts
 from specdec.drafters.formats.token_map import read_token_map
+from specdec.drafters.formats.user_code import from_code
 from specdec.drafters.layers import restrict
 from specdec.model import finite
 from specdec.model.archs.wrapped import text_config
 from specdec.model.checkpoint import DRAFT_DTYPES, named_tensors, read_headers, read_pickle, read_tensors, write_folder
 from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.layers import round_weights
+from specdec.model.loader import is_transformers
 from specdec.model.names import bundled, resolve
 from specdec.model.weight_files import read_json
+from specdec.schema import named_arguments, shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -181,6 +183,7 @@ def find_layout(family: Family, name: str) -> Layout:
     return layouts[name]
 
 
+@named_arguments
 def load_drafter(
     path: "str | os.PathLike | PreTrainedModel",
     target: "Target",
@@ -205,10 +208,8 @@ def load_drafter(
     Raises:
         ValueError: The checkpoint is not a drafter, is damaged, or does not fit the target.
     """
-    if isinstance(dtype, str):
-        if dtype not in DRAFT_DTYPES:
-            raise ValueError(f"dtype of a drafter must be one of {', '.join(sorted(DRAFT_DTYPES))}, got {dtype!r}")
-        dtype = DRAFT_DTYPES[dtype]
+    _check_arguments(path, target, dtype)
+    dtype = DRAFT_DTYPES[dtype] if isinstance(dtype, str) else dtype
     drafter = _without_a_layout(path, target, allow_nonfinite)
     if drafter is not None:
         if token_map is not None or feedback is not None or dtype is not None:
@@ -243,13 +244,23 @@ def load_drafter(
     return drafter
 
 
+def _check_arguments(path: object, target: object, dtype: object) -> None:
+    """Raise TypeError for arguments in another order, and ValueError for a dtype that there is not."""
+    if target is None or isinstance(target, str | os.PathLike | Drafter):
+        raise TypeError(f"target must be a loaded target, see specdec.load_target, got {shown(target)}")
+    if not isinstance(path, str | os.PathLike) and not is_transformers(path):
+        raise TypeError(f"path must be a folder or a name such as demo/mtp, got {shown(path)}")
+    if not isinstance(dtype, torch.dtype | None) and dtype not in DRAFT_DTYPES:
+        raise ValueError(f"dtype of a drafter must be one of {', '.join(sorted(DRAFT_DTYPES))}, got {shown(dtype)}")
+
+
 def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow_nonfinite: bool) -> Drafter | None:
     """The drafter that is no checkpoint of a family: n-grams, or a draft model; None if it is one."""
     if not isinstance(path, str | os.PathLike):
         return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
     if (drafter := ngram.from_name(str(path), target)) is not None:
         return drafter
-    if (drafter := _from_code(str(path), target)) is not None:
+    if (drafter := from_code(str(path), target)) is not None:
         return drafter
     folder = resolve(path)
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
@@ -258,20 +269,6 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
     if not draft_model.is_language_model(config, held):
         return None
     return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
-
-
-def _from_code(path: str, target) -> Drafter | None:
-    """The drafter that the user's own code makes anew; None for a checkpoint."""
-    code, checkpoint = own.split(path)
-    fresh = checkpoint is None if own.is_own(path) else path.isidentifier() and not Path(path).exists()
-    part = own.find("drafter", code) if fresh else None
-    if part is None:
-        return None
-    with torch.random.fork_rng([]):
-        torch.manual_seed(0)
-        drafter = own.make(code, part, Drafter, target)
-    drafter.conventions = {"family": f"made by {code}"}
-    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 
 def family_of(drafter: Drafter) -> Family:

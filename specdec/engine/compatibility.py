@@ -1,8 +1,23 @@
 """Which targets, drafters, tree policies and verifiers fit together."""
 
+from pathlib import Path
+
 from specdec.contracts import Drafter, TreePolicy
 from specdec.model.target import Target
+from specdec.schema import shown
 from specdec.structs import Verifier
+
+
+def check_parts(target: object, drafter: object, policy: object, verifier: object) -> None:
+    """Raise TypeError for a part of another kind, such as a name or a part in the place of another one."""
+    if target is None or isinstance(target, str | Path | Drafter):
+        raise TypeError(f"target must be a loaded target, see specdec.load_target, got {shown(target)}")
+    if not isinstance(drafter, Drafter | None):
+        raise TypeError(f"drafter must be a loaded drafter, see specdec.load_drafter, got {shown(drafter)}")
+    if policy is not None and not hasattr(policy, "grow"):
+        raise TypeError(f"policy must be a tree, see specdec.make_tree, got {shown(policy)}")
+    if not callable(verifier) or not hasattr(verifier, "lossless"):
+        raise TypeError(f"verifier must be a verifier, see specdec.make_verifier, got {shown(verifier)}")
 
 
 def checked(target: Target, drafter: Drafter, policy: TreePolicy, verifier: Verifier) -> TreePolicy:

@@ -3,7 +3,7 @@
 import time
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,6 +11,7 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
 from specdec.engine.clock import Clock
+from specdec.engine.compatibility import check_parts
 from specdec.engine.executor import Executor
 from specdec.engine.graphs import make_graphs, widths_up_to
 from specdec.engine.loop import Loop
@@ -18,6 +19,7 @@ from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
 from specdec.engine.prefill import Reading
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.report import Observer, Reads, RoundReport, reads_of
+from specdec.engine.result import Result
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row
 from specdec.model.target import Target
@@ -26,19 +28,6 @@ from specdec.sampling.grammar import Grammar
 from specdec.sampling.noise import Seed
 from specdec.structs import Sampling, Verifier
 from specdec.verify import sample_and_match
-
-
-@dataclass
-class Result:
-    rows: list[Sequence]
-    seconds: float  # all of it
-    prefill_seconds: float  # until the first token
-    parts: dict[str, float]  # seconds in prefill, draft, verify, commit (or round, if replayed), host, output
-
-    @property
-    def decode_seconds(self) -> float:
-        """From the first token to the last, without the time of the observer, and of capturing or compiling rounds."""
-        return self.seconds - self.prefill_seconds - sum(self.parts.get(part, 0.0) for part in ("output", "capture"))
 
 
 class Engine:
@@ -77,6 +66,7 @@ class Engine:
         adaptive: Policy | None = None,
         prefixes: int = 0,
     ):
+        check_parts(target, drafter, policy, verifier)
         self.round = Round(target, drafter, policy, verifier, children)
         self.target, self.drafter, self.policy, self.verifier = target, drafter, self.round.policy, verifier
         self.device = target.device
@@ -95,6 +85,10 @@ class Engine:
         self.room = 0  # tokens of a row, as reserved; caches may have more
         self.read_part = False  # a part of a prompt was read since the last round
         self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
+
+    def __repr__(self) -> str:
+        parts = (self.drafter, str(self.policy)) if self.drafter else ()
+        return f"Engine({', '.join(map(repr, (self.target, *parts)))})"
 
     @torch.inference_mode()
     def reserve(self, rows: int, room: int, *, seed: int = 0, reads: Reads = Reads.LOGITS, part: int = 0) -> None:

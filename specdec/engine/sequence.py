@@ -2,6 +2,7 @@
 
 from collections import abc
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -21,7 +22,7 @@ class Stop(Protocol):
         """The sequence's next token -> is it the last one? Called for each token once, in order."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sequence:
     """One text while it is decoded, and its result. It ends after `limit` tokens for the reason `at_limit`.
 
@@ -45,6 +46,10 @@ class Sequence:
     finish: str | None = None
     matcher: Matcher | None = None  # where the text stands in its grammar, while it is decoded
     trace: RowTrace = field(default_factory=RowTrace)
+
+    def __repr__(self) -> str:
+        """Counts: a text may have thousands of tokens."""
+        return f"Sequence({len(self.prompt)} prompt tokens, {len(self.tokens)} new tokens, finish={self.finish!r})"
 
     @property
     def committed(self) -> int:
@@ -169,6 +174,8 @@ def check_prompt(prompt: list[int], vocab: int, context: int) -> None:
     """Raise ValueError for a prompt that does not fit a target of `vocab` tokens and a context of `context`."""
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
+    if wrong := [token for token in prompt if not isinstance(token, Integral)]:
+        raise ValueError(f"a prompt must be token ids here, got {wrong[0]!r:.60}")
     if min(prompt) < 0 or max(prompt) >= vocab:
         raise ValueError(
             f"the prompt holds token {max(prompt)}, but the target's vocabulary has {vocab} tokens only: "

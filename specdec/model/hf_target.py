@@ -23,6 +23,7 @@ from specdec.model.hf_experts import ExpertWatch
 from specdec.model.hf_place import weight_of
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
 from specdec.model.rope import Rope
+from specdec.model.target import described
 from specdec.ops.attention import tree_mask, window_mask
 
 NEEDED = ("attention_mask", "position_ids", "logits_to_keep")
@@ -79,6 +80,9 @@ class TransformersTarget(nn.Module):
     @property
     def head(self) -> nn.Module:
         return self.model.get_output_embeddings()
+
+    def __repr__(self) -> str:
+        return described(self)
 
     @property
     def device(self) -> torch.device:

@@ -29,7 +29,7 @@ from specdec.model.generation_config import ends_of, note_generation, read_eos
 from specdec.model.names import resolve
 from specdec.model.target import Target
 from specdec.model.weight_files import read_json
-from specdec.schema import shown
+from specdec.schema import named_arguments, shown
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures of drafters, by what published checkpoints and ours say.
@@ -67,6 +67,7 @@ def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
     return out
 
 
+@named_arguments
 def load_target(
     path: "str | os.PathLike | PreTrainedModel",
     *,
@@ -143,7 +144,9 @@ def model_in_memory(
     """
     if not is_transformers(model):
         kind = type(model).__name__
-        raise TypeError(f"give a folder, a hub name, or a model of transformers in memory, got an object of {kind}")
+        raise TypeError(
+            f"path must be a folder, a hub name, or a model of transformers in memory, got an object of {kind}"
+        )
     name, raw = type(model).__name__, model.config.to_dict()
     try:
         config = None if generic else read_config(raw, name)

@@ -9,6 +9,7 @@ from specdec import own
 from specdec.model.gguf_target import only_gguf, unpacked
 
 DEMO = Path(__file__).parents[1] / "demo"
+LONGEST = 1024  # characters of a name: more make the system's functions fail
 SMALL_FILES = ["*.json", "*.jinja", "*.model"]
 
 
@@ -61,6 +62,8 @@ def resolve(path: str | os.PathLike) -> Path:
     name = checkpoint or str(path)
     if not name.strip():
         raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
+    if len(name) > LONGEST or "\n" in name:
+        raise ValueError(f"a text of {len(name)} characters is no checkpoint: give a folder or a hub name")
     folder = Path(bundled(name))
     if name.startswith("demo/") and not folder.is_dir():
         there = ", ".join(f"demo/{p.name}" for p in sorted(DEMO.iterdir()) if (p / "config.json").is_file())

@@ -66,6 +66,13 @@ class SandwichBlock(Block):
         return block
 
 
+def described(target) -> str:
+    """A target in one line: its name, sizes, dtype and device."""
+    config, dtype = target.config, str(target.dtype).removeprefix("torch.")
+    sizes = f"{config.layers} layers, hidden size {config.hidden}, {config.vocab} tokens"
+    return f"{type(target).__name__}({str(target.name)!r}, {sizes}, {dtype} on {target.device})"
+
+
 class Target(nn.Module):
     """A decoder-only language model whose every forward runs over a KVCache.
 
@@ -100,6 +107,9 @@ class Target(nn.Module):
         ropes = [config.local_rope if slides and config.local_rope else config.rope for slides in kinds]
         self.ropes = nn.ModuleList(RopeTable(rope, config.head_dim) for rope in ropes)
         self.requires_grad_(False)
+
+    def __repr__(self) -> str:
+        return described(self)
 
     @property
     def device(self) -> torch.device:

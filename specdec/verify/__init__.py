@@ -6,6 +6,7 @@ conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, 
 from dataclasses import dataclass, field, fields, is_dataclass
 
 from specdec import own, registry
+from specdec.schema import check_value, shown
 from specdec.structs import Verifier
 from specdec.verify.block import BlockVerification
 from specdec.verify.match import SampleAndMatch, sample_and_match
@@ -27,6 +28,8 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
     Raises:
         ValueError: The name or a setting does not exist, or a value is out of range.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"verifier must be a name such as match, got {shown(name)}")
     part = None if name in VERIFIERS else own.find("verifier", name)
     if part is not None:
         return own.make(name, part, Rule, **settings)
@@ -35,6 +38,9 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
         if setting not in known:
             has = f"has {' and '.join(known)}" if known else "has no settings"
             raise ValueError(f"the verifier {name!r} {has}, and no {setting!r}")
+    for setting in fields(registry.target("verifier", name)):
+        if setting.name in settings:
+            check_value(setting, settings[setting.name], setting.name)
     return registry.make("verifier", name, **settings)
 
 

@@ -22,6 +22,7 @@ NAMES = {
     group: sorted(p.stem for p in (CONF / group).glob("*.yaml"))
     for group in ("drafter", "tree", "sampling", "verifier")
 }
+NAMES["drafter"].remove("saved")  # the drafter of a checkpoint, which is of one of the other kinds
 PROMPTS, PROMPT, ROWS = [[3, 5, 7], [1, 2]], [3, 5, 7], 1000
 
 

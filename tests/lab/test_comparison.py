@@ -95,8 +95,6 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"temprature": 0.8}, "there is no setting temprature; there is temperature"),
-        ({"max_tokens": 8}, "there is no setting max_tokens; there is max_new_tokens"),
         ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
         ({"temperature": 0.8, "sampling": specdec.Sampling()}, "temperature is a part of sampling"),
         ({"verifier": "mach"}, "there is no verifier 'mach'"),

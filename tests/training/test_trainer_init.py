@@ -8,15 +8,16 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from omegaconf import OmegaConf
 
+from specdec.drafters import eagle3
 from specdec.drafters.eagle3 import look_at_itself, scale_of
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.drafters.formats.convert import without_a_form
 from specdec.drafters.layers import DraftShape
-from specdec.drafters.vocab import fitting_size
+from specdec.drafters.vocab import DraftVocab, fitting_size
 from specdec.model.attention import Attention
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope, RopeTable
-from specdec.training.train import build_drafter
+from specdec.training.build import build_drafter, from_checkpoint
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -25,29 +26,45 @@ def settings(name: str = "eagle3", **fields):
     return OmegaConf.merge(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), fields)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "medusa"])
-def test_every_kind_can_be_trained_further(target_path, drafter_path, tmp_path, kind):
-    """With the vocabulary of the checkpoint; EAGLE-3 heads have some tokens here, and the others all."""
+@pytest.mark.parametrize(
+    ("kind", "objective"), [("eagle3", "recipe"), ("eagle", "eagle"), ("mtp", "mtp"), ("medusa", "medusa")]
+)
+def test_every_kind_can_be_trained_further(target_path, drafter_path, tmp_path, kind, objective):
+    """With the vocabulary, the taps and the shape of the checkpoint, and by the objective of its family."""
     target, folder = load_target(target_path), drafter_path if kind == "eagle3" else tmp_path / "given"
     if kind != "eagle3":
-        made = tiny_drafter(target, kind=kind)
-        made.recipe = {"_target_": "drafters.none.create"}  # not used by those with a layout
-        save_drafter(made, folder, target)
+        save_drafter(tiny_drafter(target, kind=kind), folder, target)
     given = load_drafter(folder, target)
-    some = given.vocab.size if kind == "eagle3" else None
-    drafter = build_drafter(settings(kind, draft_vocab_size=some), target, [], 0, str(folder))
+    words = from_checkpoint([f"from={folder}", "out=x"])
+    assert words[2:] == ["drafter=saved", f'drafter.path="{folder}"', f"objective={objective}"]
+    drafter = build_drafter(settings("saved", path=str(folder)), target, [], 0)
     assert kind != "eagle3" or torch.equal(drafter.vocab.ids, given.vocab.ids)
-    for (name, weight), expected in zip(drafter.named_parameters(), given.parameters(), strict=True):
-        assert torch.equal(weight, expected), name
+    assert (type(drafter), drafter.taps, drafter.shape) == (type(given), given.taps, given.shape)
+    weights = dict(given.named_parameters())
+    for name, weight in drafter.named_parameters():
+        assert torch.equal(weight, weights.pop(name)), name
         assert weight.dtype == torch.float32, name
-        assert weight.requires_grad or kind != "eagle3", name
+        assert weight.requires_grad, name
+    assert set(weights) <= {"head.weight"}  # which has the target's rows here
 
 
-def test_the_draft_vocabulary_is_that_of_the_checkpoint_unless_a_size_is_given(target_path, drafter_path):
+def test_a_head_that_was_not_trained_stays_so(target_path, tmp_path):
+    """Also where the layout stores the target's rows."""
     target = load_target(target_path)
-    given = load_drafter(drafter_path, target)
-    drafter = build_drafter(settings(draft_vocab_size="auto"), target, [], 0, str(drafter_path))
-    assert torch.equal(drafter.vocab.ids, given.vocab.ids)
+    vocab = DraftVocab(target.vocab, torch.arange(0, target.vocab, 2))
+    made = eagle3.create(target, vocab=vocab, train_head=True)  # a fresh head has the target's rows
+    save_drafter(made, tmp_path / "draft", target)
+    drafter = build_drafter(settings("saved", path=str(tmp_path / "draft")), target, [], 0)
+    assert "head.weight" not in dict(drafter.named_parameters())
+    assert torch.equal(drafter.head.weight, target.head.weight[::2])
+
+
+def test_words_that_describe_another_drafter_are_refused(drafter_path):
+    assert from_checkpoint(["out=x", "from=null"]) == ["out=x", "from=null"]
+    assert from_checkpoint([f"from={drafter_path}", "objective=lk"])[-1] == f'drafter.path="{drafter_path}"'
+    for word in ("drafter=mtp", "drafter.taps=[1,2,3]", "+drafter.taps=[1,2,3]"):
+        with pytest.raises(ValueError, match="takes the drafter as it was saved: leave out"):
+            from_checkpoint([f"from={drafter_path}", word])
 
 
 @pytest.mark.parametrize(
@@ -55,23 +72,6 @@ def test_the_draft_vocabulary_is_that_of_the_checkpoint_unless_a_size_is_given(t
 )
 def test_the_head_costs_no_more_than_the_rest(hidden, intermediate, size):
     assert fitting_size(SimpleNamespace(hidden=hidden, intermediate=intermediate)) == size
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "message"),
-    [
-        ("eagle3", {"draft_vocab_size": 7}, r"set drafter\.draft_vocab_size=160"),
-        ("eagle3", {"taps": [0, 1, 3]}, r"taps \[.*settings describe .* taps \[0, 1, 3\]"),
-        ("eagle3", {"feedback": "post"}, "feedback='post'"),
-        ("eagle3", {"intermediate_size": 32}, "intermediate=32"),
-        ("mtp", {}, "is Eagle3 .*describe Mtp"),
-    ],
-)
-def test_another_drafter_is_refused(target_path, drafter_path, name, fields, message):
-    target = load_target(target_path)
-    size = load_drafter(drafter_path, target).vocab.size
-    with pytest.raises(ValueError, match=message.replace("160", str(size))):
-        build_drafter(settings(name, **({"draft_vocab_size": size} | fields)), target, [], 0, str(drafter_path))
 
 
 def test_a_fresh_eagle3_head_looks_at_the_token_just_drafted():
@@ -122,7 +122,7 @@ def test_divided_features_end_up_in_a_saved_fc(tmp_path):
         loaded = load_drafter(tmp_path / "draft", target)
         torch.testing.assert_close(loaded.fc(feats), drafter.fuse(feats), rtol=1e-5, atol=1e-5)
         assert not torch.allclose(drafter.fc(feats), drafter.fuse(feats), rtol=0.1)
-    further = build_drafter(config, target, [], 0, str(tmp_path / "draft"))
+    further = build_drafter(settings("saved", path=str(tmp_path / "draft")), target, [], 0)
     assert torch.equal(further.scaled_fc(), loaded.fc.weight)
 
 

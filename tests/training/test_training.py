@@ -17,11 +17,11 @@ from short_runs import CONF, CONVERSATIONS, SMALL, write_rows
 from specdec.drafters.formats import load_drafter
 from specdec.drafters.vocab import DraftVocab, most_frequent
 from specdec.model.loader import load_target
+from specdec.training.build import build_drafter
 from specdec.training.data import count_tokens, read_conversations, tokenise
 from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.loop.log import read_log
 from specdec.training.loop.trainer import Trainer
-from specdec.training.train import build_drafter
 from specdec.training.train import main as train_main
 
 

@@ -13,16 +13,27 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_verifier
+from specdec.arguments import (
+    as_sampling,
+    as_target,
+    as_tree,
+    as_verifier,
+    check_drafter,
+    check_prompts,
+    check_types,
+)
 from specdec.cli.terminal import console
 from specdec.contracts import Drafter, TreePolicy
+from specdec.drafters.formats import load_drafter
 from specdec.lab.models import own_names, read_entry, short_name
 from specdec.lab.sweep.compare import PARTS, ComparedWay, Score, Tally, decode_in_turn, ratio
 from specdec.lab.traces.metrics import Interval, entry
 from specdec.model.target import Target
+from specdec.schema import named_arguments
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, as_prompts
-from specdec.training.train import instantiate
+from specdec.training.build import instantiate
+from specdec.verify import make_verifier
 
 if TYPE_CHECKING:  # matplotlib is imported when something is drawn
     from matplotlib.axes import Axes
@@ -166,6 +177,7 @@ def _bars(axis: "Axes", values: list[float], intervals: list[Interval], colour: 
     axis.margins(x=0.15)
 
 
+@named_arguments
 def compare(
     target: Target | str | Path,
     drafts: str | Drafter | abc.Sequence | Mapping,
@@ -208,12 +220,15 @@ def compare(
     Raises:
         ValueError: A name does not exist, or something does not fit the target.
     """
+    check_types(max_new_tokens=max_new_tokens, seed=seed, raw=raw, trials=trials, compile=compile, sampling=sampling)
+    check_prompts(prompts, "compare(target, drafts, prompts)")
+    sampling = as_sampling(sampling, words)
     target, batch = as_target(target), as_prompts(prompts)
     if not batch:
         raise ValueError("no prompt was given")
     given = {"tree": tree, "verifier": verifier, "token_map": token_map, "compile": compile}
     ways = {name: way_of(name, entry, target, given) for name, entry in named(drafts).items()}
-    how = {"max_new_tokens": max_new_tokens, "sampling": as_sampling(sampling, words), "seed": seed, "raw": raw}
+    how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed, "raw": raw}
     off = None if progress is None else not progress
     with tqdm(total=len(batch) * trials, desc="prompts", mininterval=1.0, disable=off) as bar:
         tallies, scores = decode_in_turn(
@@ -247,6 +262,7 @@ def way_of(name: str, entry: object, target: Target, given: dict) -> ComparedWay
     """What an entry describes; `given` has what holds where it says nothing. Raises ValueError for an unknown field."""
     entry = given | read_entry(entry, FIELDS, f"entries.{name}")
     drafter, rule, tree = entry["draft"], entry["verifier"], entry["tree"]
+    check_drafter(drafter)
     if not isinstance(drafter, Drafter):
         drafter = load_drafter(drafter, target, token_map=entry["token_map"])
     tree = instantiate(tree) if isinstance(tree, Mapping) else as_tree(tree, drafter)

@@ -1,0 +1,144 @@
+"""Arguments of the Python interface: what each may be, and one sentence with the right name for anything else."""
+
+from collections import abc
+from collections.abc import Mapping
+from dataclasses import fields
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from specdec.children import KINDS
+from specdec.contracts import Drafter, TreePolicy
+from specdec.drafters.formats import load_drafter
+from specdec.engine.compatibility import most_steps
+from specdec.model.loader import is_transformers, load_target
+from specdec.model.target import Target
+from specdec.schema import check_value, nearest, shown, typed
+from specdec.structs import Sampling, Verifier
+from specdec.trees.base import WORDS
+from specdec.trees.spec import STEPS, make_tree, parse_tree
+from specdec.verify import make_verifier
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  # of `answer`, beside the sampling
+TYPES: dict[str, Any] = {
+    "max_new_tokens": int | list[int] | tuple[int],
+    "stop": str | list | tuple,
+    "json_schema": Mapping | bool | None,
+    "logprobs": bool,
+    "seed": int | list | tuple,
+    "raw": bool,
+    "compile": bool | str,
+    "children": str | None,
+    "topk": int | None,
+    "steps": int | None,
+    "num_draft_tokens": int | None,
+    "sample_draft": bool,
+    "trials": int,
+}
+
+
+def plain(value: Any) -> Any:
+    """A number of NumPy as one of Python; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def check_types(**given: Any) -> None:
+    """Raise ValueError for the first argument whose type is not that of `TYPES`."""
+    for name, value in given.items():
+        if value is not None and isinstance(value, type):
+            raise ValueError(f"{name} is the class {value.__name__}: give one of its objects")
+        if name in TYPES:
+            check_value(typed(TYPES[name]), plain(value), name)
+    if given.get("children") not in (None, *KINDS):
+        raise ValueError(f"children must be one of {', '.join(KINDS)}, got {shown(given['children'])}")
+    observer = given.get("observer")
+    if observer is not None and not callable(observer):
+        raise ValueError(f"observer must be a function of a RoundReport, got {shown(observer)}")
+
+
+def check_prompts(prompts: Any, order: str) -> None:
+    """Raise TypeError for what cannot be prompts. order: how the function is called."""
+    if isinstance(prompts, str) or (isinstance(prompts, abc.Sequence) and not isinstance(prompts, bytes)):
+        return
+    if isinstance(prompts, np.ndarray) or hasattr(prompts, "tolist"):
+        raise TypeError(f"prompts must be lists of token ids, got {shown(prompts)}: call its tolist()")
+    message = "; messages stand in a list" if isinstance(prompts, Mapping) else f"; the order is {order}"
+    raise TypeError(f"prompts must be a text, messages or token ids, or a list of these, got {shown(prompts)}{message}")
+
+
+def as_target(target: "Target | PreTrainedModel | str | Path") -> Target:
+    """A target; a name is loaded, and a model of transformers is taken as it is in memory."""
+    if isinstance(target, Drafter):
+        raise TypeError(f"target is the drafter {shown(target)}: the target comes first, then the drafter")
+    if isinstance(target, nn.Module):
+        return load_target(target) if is_transformers(target) else target
+    if not isinstance(target, str | Path):
+        raise TypeError(f"target must be a model or its name, such as demo/target, got {shown(target)}")
+    return load_target(target)
+
+
+def as_drafter(drafter: "Drafter | PreTrainedModel | str | Path | None", target: Target) -> Drafter | None:
+    """A drafter; a name is loaded, and a model of transformers becomes a draft model."""
+    check_drafter(drafter)
+    return drafter if drafter is None or isinstance(drafter, Drafter) else load_drafter(drafter, target)
+
+
+def check_drafter(drafter: Any) -> None:
+    """Raise TypeError for what can be no drafter."""
+    if isinstance(drafter, nn.Module) and not isinstance(drafter, Drafter) and not is_transformers(drafter):
+        raise TypeError(f"drafter is the target {shown(drafter)}: give a drafter or its name, such as demo/mtp")
+    if not isinstance(drafter, Drafter | nn.Module | str | Path | None):
+        raise TypeError(f"drafter must be a drafter or its name, such as demo/mtp, got {shown(drafter)}")
+
+
+def as_tree(tree: Any, drafter: Drafter | None, **words: int | None) -> TreePolicy | None:
+    """A policy; a text is read as `parse_tree` does, and three numbers are topk, steps and num_draft_tokens. The
+    default has no more levels than the drafter guesses ahead. words: topk, steps and num_draft_tokens instead."""
+    words = {name: value for name, value in words.items() if value is not None}
+    if tree is not None and words:
+        raise ValueError(f"{next(iter(words))} contradicts tree: give one of the two")
+    if isinstance(tree, str | Path):
+        return parse_tree(tree)
+    if isinstance(tree, abc.Sequence):
+        if len(tree) != len(WORDS) or not all(isinstance(n, Integral) and not isinstance(n, bool) for n in tree):
+            raise ValueError(f"tree must be the three numbers topk, steps, num_draft_tokens, got {shown(tree)}")
+        return make_tree(*tree)
+    if tree is None and drafter is not None:
+        return make_tree(**{"steps": min(STEPS, most_steps(drafter) or STEPS)} | words)
+    if tree is None and words:
+        raise ValueError(f"{next(iter(words))} is of the draft tree: give a drafter too")
+    if tree is not None and not hasattr(tree, "grow"):
+        raise TypeError(f"tree must be a text such as 4/5/16, three numbers or a tree, got {shown(tree)}")
+    return tree
+
+
+def as_verifier(verifier: Verifier | str) -> Verifier:
+    """A verifier; a name of conf/verifier is made."""
+    if not isinstance(verifier, str) and not (callable(verifier) and hasattr(verifier, "lossless")):
+        raise TypeError(f"verifier must be a name such as match, or a verifier, got {shown(verifier)}")
+    return make_verifier(verifier) if isinstance(verifier, str) else verifier
+
+
+def as_sampling(
+    sampling: Sampling | list[Sampling] | None, words: Mapping[str, Any]
+) -> Sampling | list[Sampling] | None:
+    """The sampling that is asked for, as it is or by the fields of `Sampling`.
+
+    Raises ValueError for both at once, for another field, and for a value of another type."""
+    known = {f.name: f for f in fields(Sampling)}
+    for name, value in words.items():
+        if name not in known:
+            raise ValueError(f"there is no setting {name}; there is {nearest(name, [*known, *REQUEST])}")
+        check_value(known[name], plain(value), name)
+    if words and sampling is not None:
+        raise ValueError(f"{next(iter(words))} is a part of sampling: give one of the two")
+    given = sampling if isinstance(sampling, list | tuple) else [sampling]
+    if sampling is not None and not all(isinstance(one, Sampling) for one in given):
+        raise ValueError(f"sampling must be a Sampling or a list of them, got {shown(sampling)}")
+    return Sampling(**{name: plain(value) for name, value in words.items()}) if words else sampling

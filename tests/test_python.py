@@ -1,0 +1,217 @@
+"""The Python interface: sixty wrong calls are one sentence each with the right name, and results are readable."""
+
+import inspect
+import json
+
+import numpy as np
+import pytest
+from helpers import refused
+
+import specdec
+from specdec import Sampling, make_tree
+from specdec.__main__ import main
+from specdec.schema import nearest
+
+HI = "The quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def target(target_path):
+    return specdec.load_target(target_path)
+
+
+@pytest.fixture(scope="module")
+def drafter(target, drafter_path):
+    return specdec.load_drafter(drafter_path, target)
+
+
+# What is called with (target, drafter), and what the message must hold
+WRONG = [
+    # Names
+    (lambda t, d: specdec.generate(t, HI, draft=d), "there is drafter"),
+    (lambda t, d: specdec.generate(model=t, prompts=HI), "there is target"),
+    (lambda t, d: specdec.generate(t, HI, d, temprature=1.0), "there is temperature"),
+    (lambda t, d: specdec.generate(t, HI, d, max_tokens=4), "there is max_new_tokens"),
+    (lambda t, d: specdec.generate(t, HI, d, num_speculative_tokens=4), "there is steps"),
+    (lambda t, d: specdec.generate(t, HI, d, top_kk=4), "there is top_k"),
+    (lambda t, d: specdec.answer(specdec.Engine(t), HI, temprature=1.0), "there is temperature"),
+    (lambda t, d: specdec.compare(t, d, HI, max_tokens=4), "there is max_new_tokens"),
+    (lambda t, d: specdec.load_target(name="x"), "there is path"),
+    (lambda t, d: specdec.load_drafter("ngram", t, feedbak="pre"), "there is feedback"),
+    (lambda t, d: make_tree(top_k=4), "there is topk"),
+    (lambda t, d: make_tree(num_tokens=4), "there is num_draft_tokens"),
+    (lambda t, d: specdec.make_verifier("mach"), "match"),
+    (lambda t, d: specdec.make_verifier("typical", epsilom=1), "epsilon"),
+    (lambda t, d: specdec.train("x.jsonl", out="y", draftr="eagle3"), "there is drafter"),
+    (lambda t, d: specdec.train("x.jsonl", out="y", drafter="eagle4"), "eagle3"),
+    (lambda t, d: specdec.train("x.jsonl", out="y", settings={"trainer.stepz": 3}), "trainer.steps"),
+    # Order and number
+    (lambda t, d: specdec.generate(t), "generate(target, prompts, drafter, ...)"),
+    (lambda t, d: specdec.generate(HI, t), "the order is generate(target, prompts, drafter)"),
+    (lambda t, d: specdec.generate(t, d, HI), "the order is generate(target, prompts, drafter)"),
+    (lambda t, d: specdec.generate(d, HI, t), "drafter is the target"),
+    (lambda t, d: specdec.generate(d, HI), "the target comes first"),
+    (lambda t, d: specdec.answer(t, HI), "answer needs an Engine first"),
+    (lambda t, d: specdec.load_drafter("ngram"), "load_drafter(path, target, ...)"),
+    (lambda t, d: specdec.load_drafter(t, "ngram"), "target must be a loaded target"),
+    (lambda t, d: specdec.Engine("demo/target"), "target must be a loaded target"),
+    (lambda t, d: specdec.Engine(t, make_tree()), "drafter must be a loaded drafter"),
+    (lambda t, d: specdec.Engine(t, d, "4/5/16"), "policy must be a tree"),
+    # Prompts
+    (lambda t, d: specdec.generate(t, None), "prompts must be a text"),
+    (lambda t, d: specdec.generate(t, b"abc"), "prompts must be a text"),
+    (lambda t, d: specdec.generate(t, np.arange(3)), "call its tolist()"),
+    (lambda t, d: specdec.generate(t, {"role": "user", "content": "x"}), "messages stand in a list"),
+    (lambda t, d: specdec.generate(t, [None]), "a prompt must be a text"),
+    (lambda t, d: specdec.generate(t, [[1, 2.5]]), "token ids"),
+    (lambda t, d: specdec.generate(t, [[]]), "the prompt is empty"),
+    (lambda t, d: specdec.generate(t, []), "no prompt was given"),
+    (lambda t, d: specdec.generate(t, [[10**6]]), "vocabulary"),
+    (lambda t, d: specdec.generate("demo/target", [{"role": "robot", "content": "x"}]), "role must be one of system"),
+    (lambda t, d: specdec.generate("demo/target", [{"role": "human", "content": "x"}]), "did you mean 'user'?"),
+    (lambda t, d: specdec.generate(t, [{"content": "x"}]), "role and content"),
+    # Models
+    (lambda t, d: specdec.generate(3, HI), "target must be a model or its name"),
+    (lambda t, d: specdec.generate(HI * 99, HI), "is no checkpoint"),
+    (lambda t, d: specdec.load_target("nowhere/at/all"), "no such checkpoint folder"),
+    (lambda t, d: specdec.load_target(None), "path must be a folder"),
+    (lambda t, d: specdec.load_target("demo/target", dtype="fp64"), "dtype must be auto, fp32"),
+    (lambda t, d: specdec.load_target("demo/target", device="gpu"), "device 'gpu' cannot be used here"),
+    (lambda t, d: specdec.load_drafter("demo/target2", t), "nothing bundled is called"),
+    (lambda t, d: specdec.load_drafter(3, t), "path must be a folder"),
+    (lambda t, d: specdec.load_drafter("ngram", "demo/target"), "see specdec.load_target"),
+    (lambda t, d: specdec.generate(t, HI, 3), "drafter must be a drafter or its name"),
+    # Settings
+    (lambda t, d: specdec.generate(t, HI, max_new_tokens=1e1), "max_new_tokens must be a whole number"),
+    (lambda t, d: specdec.generate(t, HI, max_new_tokens="10"), "max_new_tokens must be a whole number"),
+    (lambda t, d: specdec.generate(t, HI, max_new_tokens=0), "max_new_tokens must be at least 1"),
+    (lambda t, d: specdec.generate(t, HI, max_new_tokens=[1, 2]), "max_new_tokens has 2 values"),
+    (lambda t, d: specdec.generate(t, HI, temperature="hot"), "temperature must be a number"),
+    (lambda t, d: specdec.generate(t, HI, temperature=-1), "temperature must be 0"),
+    (lambda t, d: specdec.generate(t, HI, temperature=1, top_p=2), "top_p must lie in (0, 1]"),
+    (lambda t, d: specdec.generate(t, HI, temperature=1, top_k=1.5), "top_k must be a whole number"),
+    (lambda t, d: specdec.generate(t, HI, temperature=1, sampling=Sampling()), "part of sampling"),
+    (lambda t, d: specdec.generate(t, HI, sampling={"temperature": 1}), "sampling must be a Sampling"),
+    (lambda t, d: Sampling(temperature="hot"), "temperature must be a number"),
+    (lambda t, d: specdec.generate(t, HI, seed="a"), "seed must be a whole number"),
+    (lambda t, d: specdec.generate(t, HI, seed=[1, 2]), "seed has 2 values"),
+    (lambda t, d: specdec.generate(t, HI, stop=3), "stop must be a text"),
+    (lambda t, d: specdec.generate(t, HI, stop=[3]), "a stop string"),
+    (lambda t, d: specdec.generate(t, HI, json_schema="x"), "json_schema must be a mapping"),
+    (lambda t, d: specdec.generate(t, HI, raw="no"), "raw must be true or false"),
+    (lambda t, d: specdec.generate(t, HI, observer=3), "observer must be a function"),
+    # Trees and verifiers
+    (lambda t, d: specdec.generate(t, HI, d, tree=(4, 5)), "the three numbers topk, steps, num_draft_tokens"),
+    (lambda t, d: specdec.generate(t, HI, d, tree=3), "tree must be a text such as 4/5/16"),
+    (lambda t, d: specdec.generate(t, HI, d, tree=type(make_tree())), "tree is the class DynamicTree"),
+    (lambda t, d: specdec.generate(t, HI, d, tree="4/5/16", topk=2), "topk contradicts tree"),
+    (lambda t, d: specdec.generate(t, HI, topk=2), "give a drafter too"),
+    (lambda t, d: specdec.generate(t, HI, d, topk="4"), "topk must be a whole number"),
+    (lambda t, d: specdec.generate(t, HI, d, tree="4-5-16"), "4-5-16"),
+    (lambda t, d: make_tree(4, 5, 999), "num_draft_tokens is 999"),
+    (lambda t, d: make_tree(topk="4"), "topk must be a whole number"),
+    (lambda t, d: specdec.generate(t, HI, d, verifier=3), "verifier must be a name such as match"),
+    (lambda t, d: specdec.generate(t, HI, d, children="best"), "children must be one of likeliest"),
+    (lambda t, d: specdec.generate(t, HI, d, adaptive="tabel"), "table"),
+    (lambda t, d: specdec.train("x.jsonl", out="y", steps="3"), "steps must be a whole number"),
+    (lambda t, d: specdec.train("x.jsonl", out="y", from_="demo/eagle3", drafter="mtp"), "leave out drafter=mtp"),
+]
+
+
+def test_wrong_calls_are_one_sentence_with_the_right_name(target, drafter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert len(WRONG) >= 60
+    faults = []
+    for call, named in WRONG:
+        try:
+            call(target, drafter)
+            said = "nothing was refused"
+        except (ValueError, TypeError) as error:
+            said = str(error)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        if named not in said or "\n" in said or len(said) > 400:
+            faults.append(f"{inspect.getsource(call).split(':', 1)[1].strip()[:90]} -> {said[:300]}")
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("generate --prompt x --tree my.py:Tree", "there is no file my.py"),
+        ("generate --prompt x --verifier no.py:Rule", "there is no file no.py"),
+        ("generate --prompt x --draft no.py:create:demo/mtp", "there is no file no.py"),
+        ("train drafter=no.py:create", "there is no file no.py"),
+        ("train from=demo/eagle4", "demo/eagle3"),
+        ("train from=demo/target", "is not a drafter"),
+        ("train from=demo/mtp drafter=mtp", "leave out drafter=mtp"),
+        ("train init_from=demo/mtp", "There is from"),
+        ("train drafter=saved data.path=x.jsonl", "from=CHECKPOINT"),
+    ],
+)
+def test_wrong_words_are_one_sentence(words, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.jsonl").write_text('{"text": "a b c d e f g h"}\n' * 4)
+    assert named in refused(main, *words.split())
+
+
+def test_the_nearest_name():
+    assert nearest("draft", ["target", "drafter"]) == "drafter"
+    assert nearest("xyz", ["target", "drafter"]) == "target, drafter"
+
+
+def test_completion_shows_every_option():
+    options = inspect.signature(specdec.generate).parameters
+    assert {
+        "temperature",
+        "top_p",
+        "topk",
+        "steps",
+        "num_draft_tokens",
+        "stop",
+        "seed",
+        "json_schema",
+    } <= options.keys()
+    assert not any(one.kind is one.VAR_KEYWORD for one in options.values())
+
+
+def test_a_tree_by_its_numbers(target, drafter):
+    how = {"max_new_tokens": np.int64(8), "temperature": np.float64(0.5), "seed": 3}
+    same = [specdec.generate(target, HI, drafter, tree=(2, 3, 5), **how)]
+    same.append(specdec.generate(target, HI, drafter, topk=2, steps=3, num_draft_tokens=5, **how))
+    same.append(specdec.generate(target, HI, drafter, tree="2/3/5", **how))
+    assert len({tuple(one.rows[0].tokens) for one in same}) == 1
+    assert {one.steps for one in same} == {3}
+    assert specdec.generate(target, HI, drafter, topk=1, max_new_tokens=4).steps == 5
+
+
+def test_everything_prints_on_one_line(target, drafter):
+    found = specdec.generate(target, HI, drafter, max_new_tokens=4)
+    for thing in (target, drafter, specdec.Engine(target, drafter, make_tree()), found, found.rows[0], found.result):
+        assert "\n" not in repr(thing)
+        assert len(repr(thing)) < 300
+    assert "3 layers" in repr(target) or "layers" in repr(target)
+    assert repr(drafter).startswith("Eagle3(taps ")
+
+
+def test_a_run_from_python_trains_a_checkpoint_further(target, drafter, target_path, drafter_path, tmp_path):
+    """And returns the drafter, which has the shape of the checkpoint, and the log."""
+    answer = {"role": "assistant", "content": "The quick brown fox jumps over the lazy dog. " * 2}
+    rows = [{"messages": [{"role": "user", "content": f"What is {n}?"}, answer]} for n in range(8)]
+    (tmp_path / "my data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    how = {"data.heldout": 2, "trainer.prompts": None, "trainer.log_every": 1, "trainer.lr": 1e-3}
+    given = {"out": tmp_path / "run", "target": target_path, "from_": drafter_path, "settings": how}
+    run = specdec.train(tmp_path / "my data.jsonl", steps=2, **given)
+    assert [step for step, _ in run.losses] == [1, 2]
+    assert run.tau is None
+    assert run.drafter.taps == drafter.taps
+    assert run.drafter.vocab.ids.tolist() == drafter.vocab.ids.tolist()
+    assert any((a != b).any() for a, b in zip(run.drafter.parameters(), drafter.parameters(), strict=True))
+    assert repr(run).startswith("Training(Eagle3(taps ")
+    again = specdec.train(tmp_path / "my data.jsonl", steps=2, resume=True, **given)
+    assert again.losses == run.losses
+    with pytest.raises(ValueError, match="holds a run already"):
+        specdec.train(tmp_path / "my data.jsonl", steps=2, **given)
+    plain, fast = (specdec.generate(target, HI, one, max_new_tokens=8) for one in (None, run.drafter))
+    assert plain.rows[0].tokens == fast.rows[0].tokens

@@ -98,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
         app = make_app(service, key, hosts, (args.cors_origins or "").split(","))
         listener.listen()  # before the address is printed, so that a client that reads it can connect
         host, port = listener.getsockname()[:2]
-        print(f"{service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"{service.model} at {url}/v1", f"chat in a browser at {url}/", sep="\n", flush=True)
         serve(app, listener, service.scheduler, args.grace)
         if recorder is not None:
             write_trace(recorder.trace, args.trace)

@@ -82,6 +82,7 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_stopped(target_path, dra
     guard.start()
     try:
         url = re.fullmatch(r"tiny at (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())[1]
+        assert process.stdout.readline() == f"chat in a browser at {url}/\n"
         body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "seed": 1}
         with httpx2.Client(base_url=url, timeout=400, headers={"authorization": "Bearer secret-key"}) as client:
             with client.stream("POST", TEXT, json=body) as gone:

@@ -14,7 +14,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from specdec.api import as_sampling, as_target, as_tree, as_verifier, load_drafter, make_verifier
-from specdec.cli.terminal import console
+from specdec.cli.terminal import console, print_table
 from specdec.contracts import Drafter, TreePolicy
 from specdec.lab.models import own_names, read_entry, short_name
 from specdec.lab.sweep.compare import PARTS, ComparedWay, Score, Tally, decode_in_turn, ratio
@@ -35,6 +35,7 @@ COLUMNS = {
     "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth, of all rounds": "right",
     "tokens/s": "right", "to plain": "right", "ms a round: draft, verify": "left", "lossless": "left",
 }  # fmt: skip
+OPTIONAL = ("ms a round: draft, verify", "accepted to depth, of all rounds")  # columns
 WIDTH = 180  # of a table where there is no terminal
 SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
 
@@ -89,8 +90,8 @@ class Comparison:
         return said
 
     def _recorded(self) -> Console:
-        shown = Console(width=WIDTH, file=StringIO(), record=True, force_jupyter=False, markup=False)
-        shown.print(self._table())
+        shown = console(WIDTH, file=StringIO(), record=True, force_jupyter=False)
+        print_table(shown, self._table(), OPTIONAL)
         return shown
 
     def __str__(self) -> str:
@@ -104,7 +105,7 @@ class Comparison:
 
     def print(self) -> None:
         """Print the table and the verdict on the terminal."""
-        console(WIDTH).print(self._table())
+        print_table(console(WIDTH), self._table(), OPTIONAL)
         print(self.verdict)
 
     def _table(self) -> Table:

@@ -127,6 +127,12 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     return results, timings, old
 
 
+def counts_of(results: list[dict]) -> dict[str, int]:
+    """Return how many points were decoded, each a row of a table, and for how many drafters the best tree was sought."""
+    measured = [r["kind"] for r in results if "skipped" not in r]
+    return {"points": measured.count("decode"), "best_trees": measured.count("best_tree")}
+
+
 def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
     """The points of each drafter, in order of appearance."""
     found: dict[str, list[dict]] = {}

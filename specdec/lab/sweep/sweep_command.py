@@ -21,7 +21,7 @@ from specdec.lab.models import own_names
 from specdec.lab.sweep.benchmarks import load_benchmark
 from specdec.lab.sweep.point_table import print_tables
 from specdec.lab.sweep.points import Draft, SweepPoint, signature
-from specdec.lab.sweep.store import write_results
+from specdec.lab.sweep.store import counts_of, write_results
 from specdec.lab.sweep.sweep import Sweep
 from specdec.training.loop.parallel import join_processes
 from specdec.training.train import check_folder, instantiate, load_some
@@ -100,7 +100,8 @@ def run(config: DictConfig) -> None:
             with only_writer(out, inside=True, wait=True):
                 write_report(out, results, timings, command=command_line())
             print(f"report: {out / 'report.html'}")
-    print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
+    found = {"out": str(out)} | counts_of(results)
+    print(json.dumps(found | {"to_be_measured_elsewhere": waiting} | counts))
 
 
 main = hydra_command(run, "sweep")

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if missing := [name for name in EXTRA if find_spec(name) is None]:
-        raise ValueError(f"specdec serve needs {', '.join(missing)}: pip install '.[serve]'")
+        raise ValueError(f"specdec serve needs {', '.join(missing)}: pip install 'specdec[serve]'")
     from specdec.serve.app import make_app
 
     if args.trace is not None:

@@ -1,5 +1,5 @@
 """Other engines in the benchmark: what is written for them, what they are not given, and, where they are installed
-(`pip install '.[peers]'`), that they decode the target's text."""
+(`pip install 'specdec[peers]'`), that they decode the target's text."""
 
 import subprocess
 import sys
@@ -254,7 +254,7 @@ def test_what_is_not_installed_is_a_row_with_the_reason(monkeypatch):
         assert row["skipped"].startswith(
             f"{'CTranslate2' if name == 'ctranslate2' else 'llama.cpp'} cannot be imported"
         )
-        assert row["skipped"].endswith("pip install '.[peers]'")
+        assert row["skipped"].endswith("pip install 'specdec[peers]'")
         assert "tokens_per_second" not in row
 
 

@@ -141,7 +141,7 @@ def test_what_cannot_be_served_is_said_before_models_are_loaded(monkeypatch):
     assert "--port must be at most 65535" in refused("--port", "70000")
     assert "cannot listen at 203.0.113.1 port" in refused("--host", "203.0.113.1", "--port", "0")
     monkeypatch.setattr(serve_command, "find_spec", lambda name: None)
-    assert "needs fastapi, uvicorn, prometheus_client: pip install '.[serve]'" in refused()
+    assert "needs fastapi, uvicorn, prometheus_client: pip install 'specdec[serve]'" in refused()
 
 
 def test_the_name_of_the_model(target_path):

@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
 def check(args: argparse.Namespace) -> None:
     """ValueError for what cannot be done, before anything is sent."""
     if find_spec("httpx2") is None:
-        raise ValueError("httpx2 is not installed: pip install '.[serve]'")
+        raise ValueError("httpx2 is not installed: pip install 'specdec[serve]'")
     if args.rate is not None and args.concurrency is not None:
         raise ValueError("--rate contradicts --concurrency: requests arrive in one of the two ways")
     if min(args.num_prompts, args.max_new_tokens, *(args.concurrency or [1])) < 1 or args.warm_up < 0:

@@ -128,7 +128,7 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
 
 
 def counts_of(results: list[dict]) -> dict[str, int]:
-    """Return how many points were decoded, each a row of a table, and for how many drafters the best tree was sought."""
+    """Return the number of decoded points, each a row of a table, and that of best trees, one for each drafter."""
     measured = [r["kind"] for r in results if "skipped" not in r]
     return {"points": measured.count("decode"), "best_trees": measured.count("best_tree")}
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import no_empty_folder
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.lab.machine import command_line
@@ -73,9 +74,15 @@ def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, in
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
-    sampling, verifier = instantiate(config.sampling), instantiate(config.verifier, "verifier")
     out = Path(config.out)
-    check_folder(out, resume=True)
+    with no_empty_folder(out):
+        check_folder(out, resume=True)
+        sweep_in(out, settings, config)
+
+
+def sweep_in(out: Path, settings: dict, config: DictConfig) -> None:
+    """Measure the points, and report when all are there."""
+    sampling, verifier = instantiate(config.sampling), instantiate(config.verifier, "verifier")
     processes = join_processes(config.device)
     benchmark = load_benchmark(**settings["benchmark"])
     target = load_some(config, processes.device, whole=True)

@@ -19,7 +19,7 @@ PLUGIN = {
     "pytest",
     "vllm",
 }  # import specdec/lab/bench/outcomes.py and training/vllm_side/hidden_state_files.py themselves
-LOADED = {*LAUNCHERS.values(), "torchao"}  # by Hydra, where a launcher is named, and by transformers
+LOADED = {*LAUNCHERS.values(), "torchao", "tensorboard"}  # by Hydra for a launcher, transformers, torch
 TOOLS = {"pytest-xdist", "ruff"}  # that `make test` calls without an import
 
 

@@ -162,7 +162,7 @@ def print_report(report: dict) -> None:
 
 @one_sentence_errors
 def run(config: DictConfig) -> None:
-    config.trainer.wandb = False
+    config.trainer.logger = None
     before = process_memory("VmRSS") if config.device == "cpu" else 0
     processes = join_processes(config.device, config.tp_plan)
     if config.tp_plan is not None:

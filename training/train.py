@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from specdec import own, ranks
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import output_folder, write_text
+from specdec.cli.files import no_empty_folder, output_folder, write_text
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
@@ -36,6 +36,7 @@ from specdec.training.features.online import online_features
 from specdec.training.features.signature import data_signature
 from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.loop.evaluate import HELDOUT
+from specdec.training.loop.log import check_loggers
 from specdec.training.loop.parallel import Processes, join_processes
 from specdec.training.loop.same_run import check_same_run
 from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
@@ -77,6 +78,7 @@ def record(config: DictConfig, out: Path, resume: bool) -> None:
 def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
     """Raises ValueError for a setting that is unknown or out of range."""
     trainer = read_settings(TrainerConfig, config.trainer, "trainer")
+    check_loggers(trainer.loggers)
     return trainer, read_settings(OnPolicy, config.data.on_policy, "data.on_policy")
 
 
@@ -173,7 +175,12 @@ def run(config: DictConfig) -> None:
 def run_through(config: DictConfig) -> Trainer:
     """Check the settings, and train to the end or to a signal."""
     all_settings(config)  # reports mistakes before the target is loaded
-    out = Path(config.out)
+    with no_empty_folder(config.out):
+        return run_in(Path(config.out), config)
+
+
+def run_in(out: Path, config: DictConfig) -> Trainer:
+    """Train in the folder `out`."""
     resume = goes_on(config.resume, out)
     check_folder(out, resume)
     if resume and config.data.day is None:

@@ -37,6 +37,20 @@ def output_folder(path: Path | str) -> Path:
     return path
 
 
+@contextmanager
+def no_empty_folder(path: Path | str) -> Iterator[None]:
+    """Remove the folder, and those above it, if an error ends the block and they are new and hold nothing."""
+    path = Path(path).absolute()
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield
+    except BaseException:
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+        raise
+
+
 def kept_folder(name: str) -> Path:
     """Make and return a folder of the user's cache ($XDG_CACHE_HOME or ~/.cache on Linux).
 

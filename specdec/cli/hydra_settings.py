@@ -23,7 +23,6 @@ WORDED = ("taps",)  # numbers that may be a word, which the drafter reads
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 WORDS = {  # that a switch or a number may be
     "resume": ("auto",),
-    "trainer.wandb": ("online", "offline"),
     "drafter.draft_vocab_size": ("auto",),
 }
 # Groups without a `_target_` that a class reads nevertheless: it knows more types and ranges than a file of values.

@@ -47,7 +47,7 @@ def main() -> None:
     launcher = given.get("hydra/launcher", "basic")
     package = next((name for word, name in LAUNCHERS.items() if launcher.startswith(word)), None)
     if package is not None and not (find_spec("hydra_plugins") and find_spec(f"hydra_plugins.{package}")):
-        raise ValueError(f"hydra/launcher={launcher} is not installed: pip install '.[jobs]'")
+        raise ValueError(f"hydra/launcher={launcher} is not installed: pip install 'specdec[jobs]'")
     parts = [] if "part" in given else [f"part=range({given['parts']})"]
     sys.argv = [sys.argv[0], "--multirun", *before, *parts, f"command=[{','.join(map(quoted, command))}]"]
     start()

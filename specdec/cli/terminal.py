@@ -1,8 +1,12 @@
 """Tables and colours on a terminal, by rich."""
 
-import sys
+import os
+from collections.abc import Sequence
+from contextlib import suppress
 
 from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 
 class _Output(Console):
@@ -10,7 +14,36 @@ class _Output(Console):
         raise  # the BrokenPipeError that is being handled: commands end with 0 then, and rich's own way is 1
 
 
-def console(width: int | None = None) -> Console:
-    """A console as wide as the terminal, or `width` characters wide where the output is no terminal. It prints names as
-    they are: "[/b]" is no markup."""
-    return _Output(width=None if sys.stdout.isatty() else width, markup=False)
+def terminal_width() -> int | None:
+    """Return the width of the terminal, which pipes such as `| tee` leave connected to another stream, or `COLUMNS`.
+
+    None without either."""
+    if os.environ.get("COLUMNS", "").isdigit():
+        return int(os.environ["COLUMNS"]) or None
+    for stream in (1, 2, 0):
+        with suppress(OSError):
+            return os.get_terminal_size(stream).columns or None
+    return None
+
+
+def console(width: int | None = None, **how) -> Console:
+    """Return a console as wide as the terminal, or `width` characters wide without a terminal. It prints names as they
+    are: "[/b]" is no markup.
+
+    how: further arguments of rich's `Console`."""
+    return _Output(width=terminal_width() or width, markup=False, **how)
+
+
+def print_table(screen: Console, table: Table, optional: Sequence[str] = ()) -> None:
+    """Print a table that is no wider than the console.
+
+    optional: headings of columns to leave out, the first ones first, where words would not fit into their columns."""
+    left_out: list[str] = []
+    for name in optional:
+        if Measurement.get(screen, screen.options.update_width(10_000), table).minimum <= screen.width:
+            break
+        table.columns = [column for column in table.columns if column.header != name]
+        left_out.append(name)
+    screen.print(table)
+    if left_out:
+        screen.print(f"left out on a terminal of {screen.width} columns: {'; '.join(left_out)}")

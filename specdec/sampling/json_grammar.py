@@ -67,7 +67,7 @@ class Grammars:
 
         ValueError if llguidance is not installed or refuses the tokenizer, or if no token ends a text."""
         if find_spec("llguidance") is None:
-            raise ValueError("a grammar needs llguidance, which is not installed: pip install '.[structured]'")
+            raise ValueError("a grammar needs llguidance, which is not installed: pip install 'specdec[structured]'")
         if tokenizer is None or not ends:
             raise ValueError("a grammar needs a target with a tokenizer and with a token that ends a text")
         import llguidance.hf

@@ -13,10 +13,12 @@ from contextlib import asynccontextmanager, suppress
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.security import HTTPBearer
 
 from specdec import __version__
 from specdec.serve.exchange import Exchange, Workers, read_body, unless_stopped
 from specdec.serve.jobs import Delta
+from specdec.serve.pages import add_pages
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler, hand_out
@@ -30,21 +32,26 @@ PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def make_app(
     service: Service, api_key: str | None = None, hosts: Sequence[str] = ("*",), origins: Sequence[str] = ()
 ) -> FastAPI:
-    """The application. It starts the scheduler when it starts, and closes the scheduler when it ends.
+    """Return the application. It starts the scheduler when it starts, and closes the scheduler when it ends.
 
-    api_key: the bearer token that all paths but /health, /version and /metrics need; None: none. hosts: names in the
-    `Host` header that are answered; '*' is any. origins: web pages that may call it; '*' is any."""
+    Args:
+        service: The model.
+        api_key: The bearer token that the paths of the model need: /v1 and the tokenizer. None needs no token.
+        hosts: Names in the `Host` header that are answered; '*' is any.
+        origins: Other web pages that may call it; '*' is any.
+    """
 
     @asynccontextmanager
     async def life(_):
         async with running(service.scheduler):
             yield
 
-    app = FastAPI(title="specdec", lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="specdec", version=__version__, lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
     _add_errors(app, service)
     _add_callers(app, hosts, origins)
     _add_state(app, service)
     _add_answers(app, service, api_key)
+    add_pages(app)
     return app
 
 
@@ -152,7 +159,8 @@ def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
             raise Refusal("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     tokenizing, grammars = Workers(TOKENIZERS), Workers(GRAMMARS)
-    guards = {"dependencies": [Depends(check_key)]}
+    describes = HTTPBearer(auto_error=False)  # names the key in /openapi.json; it checks nothing
+    guards = {"dependencies": [Depends(describes), Depends(check_key)]}
 
     async def body_of(request: Request):
         return await unless_stopped(service.scheduler, read_body(request.receive, service.limits.body_bytes))

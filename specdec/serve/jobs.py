@@ -26,8 +26,10 @@ class Delta:
     error: str = ""
     status: int = 500
     drafted: int = 0  # nodes of the step's tree without the root
-    accepted: int = 0  # how many of the tokens were drafted
+    marks: list[bool] = field(default_factory=list)  # by token: it was drafted and accepted
     text: str = ""  # of the tokens: `Choice.take` adds it
+    texts: list[str] = field(default_factory=list)  # the text by token, if `Choice.marked`
+    rounds: int = 0  # of the choice so far, if `Choice.marked`
 
 
 @dataclass(eq=False)

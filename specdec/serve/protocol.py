@@ -118,6 +118,7 @@ class Wish(Part):
     """The speculation settings of a request: a field of this server alone."""
 
     off: bool = False
+    report: bool = False  # responses mark the tokens that were drafted
     steps: int | None = Field(None, ge=0)
     draft: Text | None = None
     tree: Text | None = None
@@ -138,7 +139,7 @@ class Message(Strict):
             raise Unsupported(f"has {shown(name)}, which is not built", clean(name)[:SHOWN])
         return given
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[dict[str, Any]])
     @classmethod
     def _join(cls, content: Any) -> str:
         """A content of parts as one text."""
@@ -182,7 +183,7 @@ class Ask(Strict):
     lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)  # how long a text may be, by the first of these that is given
     default: ClassVar[int | None] = None  # or by none of them; None: what is left of the room
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _as_list(cls, stop: Any) -> Any:
         if stop == "":
@@ -236,7 +237,7 @@ class CompletionAsk(Ask):
     logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
     main, default = "prompt", 16
 
-    @field_validator("prompt", mode="before")
+    @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str | list[int]])
     @classmethod
     def _as_prompts(cls, given: Any) -> Any:
         one = isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], int))

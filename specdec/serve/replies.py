@@ -9,13 +9,16 @@ from specdec.serve.jobs import REASONS, Delta, Job
 from specdec.text import TextStream
 from specdec.vocabulary import vocabulary_of
 
+BY_TOKEN = ("tokens", "likely", "marks", "texts")  # lists of a `Delta`
+
 
 class Choice:
     """One of the texts of a response, while it grows. Its tokens end with the one that completes a stop string; its
     text ends before the string. What may be the beginning of one, or is no whole character yet, is held back."""
 
-    def __init__(self, index: int, job: Job, tokenizer, stops: list[str]):
-        self.index, self.job, self.tokenizer = index, job, tokenizer
+    def __init__(self, index: int, job: Job, tokenizer, stops: list[str], marked: bool = False):
+        """marked: keep the text of each token, and count rounds, for a response that marks drafted tokens."""
+        self.index, self.job, self.tokenizer, self.marked = index, job, tokenizer, marked
         self.stream = TextStream(tokenizer, stops)
         self.pieces: list[Delta] = []  # what steps added, or of a stream its events
         self.count = 0  # tokens so far
@@ -26,12 +29,14 @@ class Choice:
         self.waiting: Delta | None = None  # tokens that do not fill an event yet
         self.drafted: list[int] = []  # by step in which something was drafted
         self.accepted: list[int] = []
+        self.steps = 0  # the prefill, which emits the first token, and rounds
 
     def portions(self, delta: Delta, interval: int | None) -> Iterator[Delta]:
         """A step as events of `interval` tokens each; the last one of a text may have fewer. None: as it came."""
+        self.steps += bool(delta.tokens)
         if delta.drafted:
             self.drafted.append(delta.drafted)
-            self.accepted.append(delta.accepted)
+            self.accepted.append(sum(delta.marks))
         if interval is None:
             yield delta
             return
@@ -47,11 +52,16 @@ class Choice:
 
     def take(self, delta: Delta) -> Delta:
         """Return a delta with its text, and its `finish` as OpenAI calls it."""
-        text = self.stream.feed(delta.tokens) if delta.tokens else ""
+        # A token's text is what the token makes final: a character of several tokens is the text of the last one.
+        parts = [[token] for token in delta.tokens] if self.marked else [delta.tokens] if delta.tokens else []
+        texts = [self.stream.feed(part) for part in parts] or [""]
         if delta.finish is not None:
-            text += self.stream.end()
+            texts[-1] += self.stream.end()
         self.count += len(delta.tokens)
-        self.pieces.append(replace(delta, text=text, finish=delta.finish and REASONS.get(delta.finish, delta.finish)))
+        piece = replace(delta, text="".join(texts), finish=delta.finish and REASONS.get(delta.finish, delta.finish))
+        if self.marked:
+            piece.texts, piece.rounds = texts[: len(delta.tokens)], max(self.steps - 1, 0)
+        self.pieces.append(piece)
         return self.pieces[-1]
 
     def whole(self) -> Delta:
@@ -72,15 +82,16 @@ class Choice:
 
 
 def _part(delta: Delta, part: slice, finish: str | None) -> Delta:
+    lists = {name: getattr(delta, name)[part] for name in BY_TOKEN}
     logprobs = None if delta.logprobs is None else delta.logprobs[part]
-    return replace(delta, tokens=delta.tokens[part], logprobs=logprobs, likely=delta.likely[part], finish=finish)
+    return replace(delta, logprobs=logprobs, finish=finish, **lists)
 
 
 def _joined(parts: list[Delta]) -> Delta:
     last = parts[-1]
     logprobs = None if last.logprobs is None else [x for part in parts for x in part.logprobs or ()]
-    tokens, likely = ([x for part in parts for x in getattr(part, name)] for name in ("tokens", "likely"))
-    return replace(last, text="".join(part.text for part in parts), tokens=tokens, logprobs=logprobs, likely=likely)
+    lists = {name: [x for part in parts for x in getattr(part, name)] for name in BY_TOKEN}
+    return replace(last, text="".join(part.text for part in parts), logprobs=logprobs, **lists)
 
 
 def speculation(choice: Choice, most: int, detailed: bool) -> dict:
@@ -157,7 +168,12 @@ class Reply:
 
     def _of_choice(self, choice: Choice, piece: Delta, whole: bool = False) -> dict:
         ids = {"token_ids": piece.tokens} if self.token_ids else {}
-        return {"index": choice.index} | self.fields(choice, piece, whole) | {"finish_reason": piece.finish} | ids
+        json = {"index": choice.index} | self.fields(choice, piece, whole) | {"finish_reason": piece.finish} | ids
+        if choice.marked:
+            marks = zip(piece.texts, piece.marks, strict=True)
+            tokens = [{"text": text, "drafted": drafted} for text, drafted in marks]
+            json["speculative"] = {"rounds": piece.rounds, "tokens": tokens}
+        return json
 
     def last_chunk(self) -> dict:
         """The chunk with the usage: it has no choices."""

@@ -230,7 +230,8 @@ class Scheduler:
                     continue
                 first = len(sequence.tokens) - len(tokens)
                 logprobs, likely = sequence.logprobs and sequence.logprobs[first:], sequence.likely[first:]
-                delta = Delta(job, tokens, logprobs, likely, sequence.finish, drafted=drafted, accepted=accepted)
+                marks = [place < accepted for place in range(len(tokens))]
+                delta = Delta(job, tokens, logprobs, likely, sequence.finish, drafted=drafted, marks=marks)
                 deltas.append(delta)
                 since, name = (job.heard, "inter_token_latency") if job.heard else (job.arrived, "time_to_first_token")
                 metrics.observe(f"vllm:{name}_seconds", now - since)

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> None:
     args = parser().parse_args(argv)
     if missing := [name for name in EXTRA if find_spec(name) is None]:
-        raise ValueError(f"specdec serve needs {', '.join(missing)}: pip install '.[serve]'")
+        raise ValueError(f"specdec serve needs {', '.join(missing)}: pip install 'specdec[serve]'")
     from specdec.serve.app import make_app
 
     if args.trace is not None:
@@ -98,7 +98,8 @@ def main(argv: list[str] | None = None) -> None:
         app = make_app(service, key, hosts, (args.cors_origins or "").split(","))
         listener.listen()  # before the address is printed, so that a client that reads it can connect
         host, port = listener.getsockname()[:2]
-        print(f"{service.model} at http://{f'[{host}]' if ':' in host else host}:{port}/v1", flush=True)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"{service.model} at {url}/v1", f"chat in a browser at {url}/", sep="\n", flush=True)
         serve(app, listener, service.scheduler, args.grace)
         if recorder is not None:
             write_trace(recorder.trace, args.trace)

@@ -3,7 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from specdec.model.target import Target
 from specdec.sampling.grammar import Grammar
@@ -59,7 +59,7 @@ class Service:
 
     def models(self) -> dict:
         entry = {"id": self.model, "object": "model", "created": self.created, "owned_by": "specdec"}
-        entry |= {"root": self.model, "max_model_len": self.scheduler.room}
+        entry |= {"root": self.model, "max_model_len": self.scheduler.room, "speculative": asdict(self.speculation)}
         return {"object": "list", "data": [entry]}
 
     def check_model(self, name: str | None) -> None:
@@ -78,10 +78,11 @@ class Service:
                 f"a response has {self.limits.choices} texts at most, got {wanted}", "n" if ask.n > 1 else ask.main
             )
         seed, choices = secrets.randbits(62) if ask.seed is None else ask.seed, []
+        marked = ask.speculative is not None and ask.speculative.report
         for prompt in prompts:
             for _ in range(ask.n):
                 job = self._job(ask, prompt, (seed, len(choices)), tell, grammar)
-                choices.append(Choice(len(choices), job, self.target.tokenizer, ask.stop))
+                choices.append(Choice(len(choices), job, self.target.tokenizer, ask.stop, marked))
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
         who = f"{name}-{secrets.token_hex(12)}", self.model, int(time.time())

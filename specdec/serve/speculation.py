@@ -20,6 +20,7 @@ class Speculation:
     topk: int = 0
     steps: int = 0
     num_draft_tokens: int = 1
+    adaptive: str | None = None  # the policy that chooses how much of the tree each round drafts
 
     @classmethod
     def of(cls, engine: Engine, draft: str | None = None, tree: str | None = None) -> "Speculation":
@@ -27,7 +28,8 @@ class Speculation:
         if engine.policy is None:
             return cls()
         shape = engine.policy.topk, engine.policy.steps, engine.policy.num_draft_tokens
-        return cls(draft or type(engine.drafter).__name__, tree or "/".join(map(str, shape)), *shape)
+        adaptive = engine.adaptive and engine.adaptive.name
+        return cls(draft or type(engine.drafter).__name__, tree or "/".join(map(str, shape)), *shape, adaptive)
 
     def steps_of(self, wish: Wish | None) -> int | None:
         """How many levels of the tree count for a request; None for all. `Refusal` for what this server does not have:
@@ -35,7 +37,7 @@ class Speculation:
         if wish is None:
             return None
         if wish.off:
-            if others := sorted(wish.model_fields_set - {"off"}):
+            if others := sorted(wish.model_fields_set - {"off", "report"}):
                 raise Refusal(f"{NAME}.off contradicts {NAME}.{others[0]}", f"{NAME}.off")
             return 0
         if wish.draft not in (None, self.draft):

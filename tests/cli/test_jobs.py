@@ -44,7 +44,7 @@ def test_mistakes_are_reported(words, message, tmp_path):
     assert message in refused(jobs.main, *words[:1], f"out={tmp_path}", *words[1:])
 
 
-@pytest.mark.skipif(find_spec("joblib") is None, reason="needs hydra-joblib-launcher: pip install '.[jobs]'")
+@pytest.mark.skipif(find_spec("joblib") is None, reason="needs hydra-joblib-launcher: pip install 'specdec[jobs]'")
 def test_a_sweep_of_two_jobs_is_the_sequential_one(target_path, drafter_path, tmp_path):
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"prompt": f"What is {i} + 2?"}) + "\n" for i in range(3)))

@@ -39,10 +39,10 @@ class Scripted(Contender):
         return TimedRun([self.text] * (new - self.short), taken, taken / 5, [taken / 5] * (new - 1), 64)
 
 
-def bench(target=None, budget=None, random_weights=False, warmups=0, **contenders) -> Bench:
+def bench(target=None, budget=None, random_weights=False, warmups=0, questions=1, **contenders) -> Bench:
     make = {name: (lambda value=value: value) for name, value in contenders.items()}
     how = {"budget": budget, "random_weights": random_weights, "warmups": warmups, "ceiling": 1e9}
-    return Bench(target or tiny_target(), make, random_prompts(17, 1, 0), **how)
+    return Bench(target or tiny_target(), make, random_prompts(17, questions, 0), **how)
 
 
 def by_name(rows: list[dict]) -> dict[str, dict]:
@@ -128,6 +128,15 @@ def test_nothing_begins_after_the_budget():
     rows = by_name(bench(slow=Scripted(wait=0.3), late=Scripted(), budget=0.2, warmups=1).run(PLAIN))
     assert rows["slow"]["trials"] == 1  # it had been warmed up
     assert rows["late"]["skipped"] == "the budget of 0.2 s is used up"
+
+
+def test_a_small_budget_is_shared_by_contenders_that_decode_fewer_texts():
+    slow = {name: Scripted(wait=0.1) for name in ("first", "second", "third")}
+    rows = by_name(bench(budget=1.8, warmups=9, questions=9, **slow).run(PLAIN))
+    for row in rows.values():
+        assert 1 <= row["texts"] < 27
+        assert row["cut"] == f"{row['texts']} of 27 texts within the budget of 1.8 s"
+    assert "cut" not in by_name(bench(budget=60, questions=2, plain=Scripted(ours=True)).run(PLAIN))["plain"]
 
 
 def test_what_was_measured_before_a_cut_is_kept():

@@ -1,5 +1,5 @@
 """Other engines in the benchmark: what is written for them, what they are not given, and, where they are installed
-(`pip install '.[peers]'`), that they decode the target's text."""
+(`pip install 'specdec[peers]'`), that they decode the target's text."""
 
 import subprocess
 import sys
@@ -16,11 +16,12 @@ from number_reader import Reader
 
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench import peer_sessions
-from specdec.lab.bench.bench import Bench, Configuration, compare_texts, random_prompts
+from specdec.lab.bench.bench import Bench, Configuration, random_prompts
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, translated
 from specdec.lab.bench.memory import read_bytes
 from specdec.lab.bench.peer_weights import tensors, write_gguf
 from specdec.lab.bench.peers import LlamaCpp, Peer, peers_by_name
+from specdec.lab.bench.same_texts import compare_texts
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
 from specdec.model.target import Target
@@ -253,7 +254,7 @@ def test_what_is_not_installed_is_a_row_with_the_reason(monkeypatch):
         assert row["skipped"].startswith(
             f"{'CTranslate2' if name == 'ctranslate2' else 'llama.cpp'} cannot be imported"
         )
-        assert row["skipped"].endswith("pip install '.[peers]'")
+        assert row["skipped"].endswith("pip install 'specdec[peers]'")
         assert "tokens_per_second" not in row
 
 

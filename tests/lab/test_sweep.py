@@ -236,7 +236,8 @@ def test_the_command(questions, target_path, drafter_path, tmp_path):
     assert first.returncode == 0
     last = json.loads(first.stdout.splitlines()[-1])
     assert last == {
-        "out": str(out), "points": 5, "to_be_measured_elsewhere": 0, "measured": 4, "reused": 0, "skipped": 1,
+        "out": str(out), "points": 3, "best_trees": 1, "to_be_measured_elsewhere": 0, "measured": 4, "reused": 0,
+        "skipped": 1,
     }  # fmt: skip
     assert "drafter 2/2/60 skipped: num_draft_tokens is 60" in first.stderr
     results = (out / RESULTS).read_bytes()

@@ -82,6 +82,7 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_stopped(target_path, dra
     guard.start()
     try:
         url = re.fullmatch(r"tiny at (http://127\.0\.0\.1:\d+)/v1\n", process.stdout.readline())[1]
+        assert process.stdout.readline() == f"chat in a browser at {url}/\n"
         body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True, "seed": 1}
         with httpx2.Client(base_url=url, timeout=400, headers={"authorization": "Bearer secret-key"}) as client:
             with client.stream("POST", TEXT, json=body) as gone:
@@ -140,7 +141,7 @@ def test_what_cannot_be_served_is_said_before_models_are_loaded(monkeypatch):
     assert "--port must be at most 65535" in refused("--port", "70000")
     assert "cannot listen at 203.0.113.1 port" in refused("--host", "203.0.113.1", "--port", "0")
     monkeypatch.setattr(serve_command, "find_spec", lambda name: None)
-    assert "needs fastapi, uvicorn, prometheus_client: pip install '.[serve]'" in refused()
+    assert "needs fastapi, uvicorn, prometheus_client: pip install 'specdec[serve]'" in refused()
 
 
 def test_the_name_of_the_model(target_path):

@@ -82,7 +82,7 @@ def refused(capsys, command, *words: object) -> str:
 
 def logged(out: Path) -> list[dict]:
     """The rows of a run's log without their times."""
-    times = ("seconds", "rollout_seconds")
+    times = ("seconds", "rollout_seconds", "tokens_per_second")
     return [{k: v for k, v in row.items() if k not in times} for row in read_log(out / "log.jsonl")]
 
 

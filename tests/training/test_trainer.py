@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import sys
 from functools import partial
@@ -25,7 +26,7 @@ from specdec.text import encode_prompt, read_prompts
 from specdec.training.data import Batch, Batches
 from specdec.training.loop.checkpoint import checkpoints, read_newest
 from specdec.training.loop.evaluate import expected_tau
-from specdec.training.loop.log import read_log
+from specdec.training.loop.log import check_loggers, read_log
 from specdec.training.loop.trainer import Trainer, TrainerConfig
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.trees import Chain
@@ -260,8 +261,7 @@ def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tm
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("mode", ["online", "offline"])
-def test_wandb_gets_the_log_in_the_mode_that_is_set(tmp_path, monkeypatch, mode):
+def test_loggers_get_copies_of_the_log(tmp_path, monkeypatch):
     started, logged = {}, []
 
     def init(**settings):
@@ -269,13 +269,46 @@ def test_wandb_gets_the_log_in_the_mode_that_is_set(tmp_path, monkeypatch, mode)
         return SimpleNamespace(log=lambda row, step: logged.append((step, row)))
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    trainer(tmp_path, steps=2, wandb=mode).train()
-    assert (started["mode"], started["dir"]) == (mode, str(tmp_path))
+    run = trainer(tmp_path, steps=2, logger="wandb")
+    assert not started, "a run that fails before its first step leaves nothing"
+    run.train()
+    assert started["dir"] == str(tmp_path)
     assert [step for step, row in logged if "train/loss" in row] == [1, 2]
+    assert all(row["train/tokens_per_second"] > 0 for _, row in logged if "train/loss" in row)
     assert any("heldout/expected_tau" in row for _, row in logged)
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="wandb is not installed"):
-        trainer(tmp_path, wandb=mode)
+    with pytest.raises(ValueError, match=r"wandb is not installed: pip install 'specdec\[wandb\]'"):
+        check_loggers(TrainerConfig(logger=["wandb"]).loggers)
+    with pytest.raises(ValueError, match="there is no logger 'mlflow': logger may be tensorboard, wandb, or both"):
+        check_loggers(TrainerConfig(logger="wandb,mlflow").loggers[1:])
+
+
+def test_tensorboard_shows_the_log(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer(tmp_path, steps=4, logger="tensorboard").train()
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    rows = [row for row in read_log(tmp_path / "log.jsonl") if row["split"] == "train"]
+    assert [(e.step, pytest.approx(e.value)) for e in found.Scalars("train/loss")] == [
+        (row["step"], row["loss"]) for row in rows
+    ]
+    assert {"train/accuracy_0", "heldout/expected_tau", "train/tokens_per_second"} <= set(found.Tags()["scalars"])
+
+
+def test_progress_from_the_first_step_and_the_switch(tmp_path, capsys):
+    """The bar and the log; a run that goes on after the switch logs it once."""
+    objective = Eagle3Objective(steps=2, then={"ce": 1.0}, switch=0.5)
+    run = trainer(tmp_path, steps=6, log_every=4, objective=objective)
+    run.train()
+    rows = read_log(tmp_path / "log.jsonl")
+    assert [row["step"] for row in rows if row["split"] == "train"] == [1, 4, 6]
+    assert [row["step"] for row in rows if row["split"] == "switch"] == [3]
+    err = capsys.readouterr().err
+    assert "step 3: the objective switches from objective.terms to objective.then" in err
+    assert re.search(r"loss=[\d.]+, acc=[\d. ]+, [\d,]+ tokens/s", err)
+    run.log.forget_after(3)
+    assert [row["step"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == "switch"] == []
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,12 @@ def test_mask_covers_what_the_assistant_says(target_path):
     assert unmarked.mask.tolist() == sample.mask.tolist()
 
 
+def test_a_run_that_fails_leaves_no_empty_folder(where, tmp_path):
+    for wrong in ("data.heldout=1000000", "target.path=/no/such", "trainer.prompts=/no/such"):
+        refused(where, tmp_path / "runs" / "mine", wrong)
+        assert list(tmp_path.iterdir()) == [], wrong
+
+
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.xz"])
 def test_sharegpt_and_openai_forms(tmp_path, name):
     sharegpt = {"id": "1", "conversations": [{"from": "human", "value": "a\u2028b"}, {"from": "gpt", "value": "c"}]}

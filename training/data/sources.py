@@ -141,7 +141,7 @@ def _dataset(name: str, split: str, subset: str | None, streaming: bool) -> Iter
         import datasets
     except ImportError:
         raise ValueError(
-            f"{name} is read with datasets, which is not installed: pip install '.[data]', or give a file that "
+            f"{name} is read with datasets, which is not installed: pip install 'specdec[data]', or give a file that "
             f"ends in {', '.join(FILES)}"
         ) from None
     try:

@@ -1,6 +1,7 @@
-"""The log of a run: a line of JSON for each thing measured, its picture, and a copy in wandb if that is asked for."""
+"""The log of a run: a line of JSON for each thing measured, its picture, and copies in TensorBoard and wandb."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -12,11 +13,10 @@ from specdec.cli.reading import lines_of, open_text, parse_json, read_model
 class RunLog:
     """`log.jsonl` in the folder of a run. Of several processes only the one with `writes` writes."""
 
-    def __init__(self, out: Path, writes: bool = True, wandb: bool | str = False, settings: dict | None = None):
-        """wandb: False, or its mode, 'online' or 'offline'; settings go there. Raises ValueError if it is not
-        installed."""
+    def __init__(self, out: Path, writes: bool = True, loggers: Sequence[str] = (), settings: dict | None = None):
+        """loggers: names in `LOGGERS`, which get copies of the rows, and the settings of the run."""
         self.path, self.writes = out / "log.jsonl", writes
-        self.tracker = _start_wandb(wandb, settings or {}, out) if wandb and writes else None
+        self.loggers = [LOGGERS[name](out, settings or {}) for name in loggers] if writes else []
 
     def write(self, split: str, when: dict[str, float], scalars: dict[str, float], values: dict[str, Tensor]) -> dict:
         """Append a row, and return it. when: `step`, and other measures of progress; values: by name, one for
@@ -26,16 +26,16 @@ class RunLog:
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-        if self.tracker is not None:
-            flat = scalars | {f"{key}_{j}": v for key, each in lists.items() for j, v in enumerate(each)}
-            self.tracker.log({f"{split}/{key}": v for key, v in flat.items()}, step=when["step"])
+        flat = scalars | {f"{key}_{j}": v for key, each in lists.items() for j, v in enumerate(each)}
+        for logger in self.loggers:
+            logger.log({f"{split}/{key}": v for key, v in flat.items()}, int(when["step"]))
         return row
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows of later steps than a checkpoint's, which will come again. So will a rollout at its very
-        step."""
+        """Drop the rows of later steps than a checkpoint's, which will come again. So will a rollout or a switch at its
+        very step."""
         rows = read_log(self.path) if self.path.exists() else []
-        rows = [row for row in rows if row["step"] < step + (row["split"] != "rollout")]
+        rows = [row for row in rows if row["step"] < step + (row["split"] not in ("rollout", "switch"))]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -56,12 +56,49 @@ def read_log(path: Path) -> list[dict]:
     return rows
 
 
-def _start_wandb(mode: str, settings: dict, out: Path):
-    try:
+class Wandb:
+    """A run of wandb, from the first row on. WANDB_MODE=offline uploads nothing."""
+
+    def __init__(self, out: Path, settings: Mapping):
         import wandb
-    except ImportError:
-        raise ValueError(f"trainer.wandb={mode}, but wandb is not installed: pip install '.[wandb]'") from None
-    return wandb.init(project="specdec", config=settings, mode=mode, dir=str(out))
+
+        self.begin, self.run = lambda: wandb.init(project="specdec", config=settings, dir=str(out)), None
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        self.run = self.run or self.begin()
+        self.run.log(row, step=step)
+
+
+class TensorBoard:
+    """Files of TensorBoard in the folder tensorboard/ of a run. A resumed run replaces the later steps."""
+
+    def __init__(self, out: Path, settings: Mapping):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.begin, self.writer = lambda step: SummaryWriter(str(out / "tensorboard"), purge_step=step), None
+        self.settings = settings
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        if self.writer is None:
+            self.writer = self.begin(step)
+            self.writer.add_text("settings", f"```json\n{json.dumps(self.settings, indent=1, default=str)}\n```", step)
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+
+LOGGERS = {"tensorboard": TensorBoard, "wandb": Wandb}
+
+
+def check_loggers(names: Sequence[str], out: Path = Path()) -> None:
+    """Raise ValueError, one sentence, for a name that is not in `LOGGERS`, and for a package that is not installed."""
+    for name in names:
+        if name not in LOGGERS:
+            raise ValueError(f"there is no logger {name!r}: logger may be {', '.join(LOGGERS)}, or both")
+        try:
+            LOGGERS[name](out, {})
+        except ImportError:
+            raise ValueError(f"logger={name}, but {name} is not installed: pip install 'specdec[{name}]'") from None
 
 
 def draw_curves(log: Path, picture: Path) -> None:
@@ -82,10 +119,13 @@ def draw_curves(log: Path, picture: Path) -> None:
     _plot(tau, rows, "heldout", "expected_tau", "expected, greedy")
     _plot(tau, rows, "heldout", "expected_tau_sampled", "expected, sampled")
     _plot(norm, rows, "train", "gradient_norm", "before clipping")
-    titles = ("loss", "held-out agreement with the target", "tau (tokens a round)", "gradient norm")
+    titles = ("loss", "held-out agreement with the target", "tau: tokens per round", "norm of the gradient")
     for axes, title in zip((loss, accuracy, tau, norm), titles, strict=True):
-        axes.set(title=title, xlabel="step")
+        axes.set(title=title, xlabel="step of the optimiser")
         axes.grid(alpha=0.3)
+        for i, row in enumerate(row for row in rows if row["split"] == "switch"):
+            label = "objective switches" if i == 0 and axes is loss else None
+            axes.axvline(row["step"], color="grey", linestyle="--", linewidth=1, label=label)
         if axes.lines:
             axes.legend(fontsize="small")
     write_whole(picture, lambda staging: figure.savefig(staging, dpi=110, format="png"))

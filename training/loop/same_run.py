@@ -13,13 +13,13 @@ from specdec.schema import shown
 # What the weights do not depend on. Checkpoints say themselves whether the data, and the batches of a step over all
 # processes, are the same: a file may move, and more processes may accumulate less.
 FREE = {
-    "out", "resume", "device", "tp_plan", "whole_target", "target.device_map",
+    "out", "resume", "logger", "device", "tp_plan", "whole_target", "target.device_map",
     "data.path", "data.cache", "data.streaming",
 } | {
     f"trainer.{name}"
     for name in (
         "accumulate", "fsdp", "recompute", "log_every", "save_every", "keep", "eval_batches", "prompts", "decode_every",
-        "decode_prompts", "decode_tokens", "decode_steps", "wandb",
+        "decode_prompts", "decode_tokens", "decode_steps", "logger", "wandb",
     )
 }  # fmt: skip
 SILENT = {"out", "resume"}

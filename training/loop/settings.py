@@ -50,7 +50,7 @@ class TrainerConfig:
     decode_prompts: int = ranged(1, MOST, 16)
     decode_tokens: int = ranged(1, MOST, 64)
     decode_steps: int = ranged(1, MOST, 5)
-    wandb: bool | str = False
+    logger: str | list | None = None
 
     def __post_init__(self) -> None:
         check_ranges(self, "trainer")
@@ -64,9 +64,12 @@ class TrainerConfig:
             raise ValueError(f"trainer.autocast must be null or bf16, got {self.autocast!r}")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"trainer.ema must be null or a decay between 0 and 1, got {self.ema}")
-        if self.wandb not in (False, "online", "offline"):
-            raise ValueError(f"trainer.wandb must be false, online or offline, got {self.wandb!r}")
         schedule(0, 1, 0, self.schedule)
+
+    @property
+    def loggers(self) -> list[str]:
+        """Names of what gets copies of the log."""
+        return self.logger.split(",") if isinstance(self.logger, str) else [str(name) for name in self.logger or ()]
 
     def over(self, batches: float) -> "TrainerConfig":
         """The same with `steps`, for data of so many batches an epoch in each process.

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from specdec.cli.files import write_whole
 from specdec.cli.signals import StopSignals
@@ -21,18 +20,12 @@ from specdec.model.target import Target
 from specdec.training.data import Batch, Batches
 from specdec.training.data.rollouts import Rollouts
 from specdec.training.features.online import Features, online_features
-from specdec.training.loop.checkpoint import (
-    meaning,
-    read_newest,
-    restore,
-    save_state,
-    state_of,
-    write_checkpoint,
-)
+from specdec.training.loop.checkpoint import meaning, read_newest, restore, save_state, state_of, write_checkpoint
 from specdec.training.loop.evaluate import decoding_of, expected_tau
 from specdec.training.loop.log import RunLog, draw_curves
 from specdec.training.loop.optim import Optimizers, schedule
 from specdec.training.loop.parallel import Learner, Processes, Sums
+from specdec.training.loop.progress import Progress, switches
 from specdec.training.loop.settings import OnPolicy, TrainerConfig
 from specdec.training.loop.weights import fill, shell
 
@@ -61,7 +54,7 @@ class Trainer:
         features: Callable[..., Features] = online_features,
         data_signature: str | None = None,
     ):
-        """run_config: for wandb. features: `online_features`, or a function that gives the same from elsewhere.
+        """run_config: for loggers. features: `online_features`, or a function that gives the same from elsewhere.
         data_signature: of the training data; a checkpoint of other data is refused. None: it is not checked."""
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
@@ -96,7 +89,7 @@ class Trainer:
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.owed = False  # a signal stopped the run before what was due after its last step
         self.signals = StopSignals()
-        self.log = RunLog(out, self.main, config.wandb, run_config)
+        self.log = RunLog(out, self.main, config.loggers, run_config)
 
     @property
     def main(self) -> bool:
@@ -120,21 +113,25 @@ class Trainer:
         self.owed = False
         groups = self._groups()
         # Closed before an error is printed, which would otherwise appear above it
-        with tqdm(total=config.steps, initial=self.step, desc="drafter", mininterval=1.0, disable=not self.main) as bar:
-            mark = time.monotonic()
+        with Progress(config.steps, self.step, not self.main) as bar:
+            mark, first = time.monotonic(), self.step + 1
             while self.step < config.steps and not asked:
                 if self.rollouts is not None and self.rollouts.due(self.step):
                     self._roll_out()
-                before = self.batches
+                if switches(self.objective, self.step, config.steps):
+                    self._log("switch", {})
+                    bar.say(f"step {self.step}: the objective switches from objective.terms to objective.then")
+                before, tokens, start = self.batches, self.tokens, time.monotonic()
                 values, asked, row = self._step(next(groups))
                 now = time.monotonic()
                 self.seconds, mark = self.seconds + now - mark, now
-                bar.update()
+                bar.add(self.tokens - tokens, now - start)
                 if self.rollouts is not None:
                     row["on_policy"] = self.rollouts.part(before, self.batches)
-                if self._due(config.log_every):
-                    metrics = self._log("train", values, **row)
-                    bar.set_postfix(loss=f"{row['loss']:.3f}", acc=" ".join(f"{a:.2f}" for a in metrics["accuracy"]))
+                if self.step == first or self._due(config.log_every):
+                    bar.show(row["loss"], values)
+                if self.step == 1 or self._due(config.log_every):
+                    metrics = self._log("train", values, **row, tokens_per_second=bar.take_speed())
                 self.owed = asked  # a due evaluation waits until the run continues
                 metrics |= {} if asked else self._look()
                 if self._due(config.save_every) and self.step < config.steps and not asked:

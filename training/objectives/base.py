@@ -83,7 +83,11 @@ class Objective:
     @property
     def terms(self) -> list[tuple[float, Term]]:
         """Those of the part of the run that has come."""
-        return self.parts[-1 if self.progress >= self.switch else 0]
+        return self.parts[self.part_at(self.progress)]
+
+    def part_at(self, progress: float) -> int:
+        """Return the number of the part of the objective, 0 or 1, where this share of the run is done."""
+        return len(self.parts) - 1 if progress >= self.switch else 0
 
     def __call__(
         self,

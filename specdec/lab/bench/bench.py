@@ -1,8 +1,9 @@
 """Speed of several ways to decode, side by side in one run (docs/bench.md).
 
 In each configuration every contender is warmed up and has its first trial. Then all take turns, trial by trial, and
-medians over the trials count. So an interrupted run has results of the configurations that were begun. A contender that
-fails, does not fit or would exceed the time budget has a row with the reason.
+medians over the trials count. So an interrupted run has results of the configurations that were begun. Configurations
+and their contenders share the time budget: with a small one, each decodes fewer texts. A contender that fails, does not
+fit or exceeds the budget has a row with the reason.
 """
 
 import statistics
@@ -16,6 +17,7 @@ import torch
 
 from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun
 from specdec.lab.bench.memory import PeakMemory
+from specdec.lab.bench.same_texts import compare_texts
 from specdec.lab.bench.simulated_tau import MARK
 from specdec.lab.output import sentence
 from specdec.structs import Sampling
@@ -93,6 +95,7 @@ class Bench:
     warmups: int = 2
     trials: int = 3
     budget: float | None = None  # seconds from now on
+    configurations: int = 1  # that will run, which share the budget
     seed: int = 0
     random_weights: bool = False  # then those of transformers differ from ours, and drafts are accepted by accident
     progress: Callable[[str], None] = lambda what: None  # called with a description of each step
@@ -104,6 +107,7 @@ class Bench:
         if self.budget is not None and not self.budget > 0:
             raise ValueError(f"budget_s must be a positive number of seconds, got {self.budget}")
         self.deadline = time.monotonic() + (self.budget or float("inf"))
+        self.left = self.configurations
         self.made: dict[str, Contender] = {}
 
     def run(self, configuration: Configuration) -> list[dict]:
@@ -120,10 +124,14 @@ class Bench:
                 raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
         except ValueError as error:
             return [{"configuration": configuration.name, "contender": "all", "skipped": str(error)}]
-        for name in self.contenders:
+        end = self._share(self.deadline, self.left)
+        self.left -= 1
+        for number, name in enumerate(self.contenders):
+            self.limit = self._share(end, len(self.contenders) - number)
             self._attempt(name, self._warm_up)
             self._attempt(name, self._trial)
             self.save(list(self._summarised().values()))
+        self.limit = end
         for _ in range(1, self.trials):
             for name in list(self.runs):
                 self._attempt(name, self._trial)
@@ -133,12 +141,20 @@ class Bench:
             self._compare_texts(summary)
         return list(summary.values())
 
+    def _share(self, end: float, parts: int) -> float:
+        """Return when the first of so many equal parts of the time until `end` is over."""
+        now = time.monotonic()
+        return now + max(end - now, 0.0) / max(parts, 1)
+
     def _summarised(self) -> dict[str, dict]:
         """Return the rows with what the trials so far say."""
         summary = {name: dict(row) for name, row in self.rows.items()}
         measured = [name for name, trials in self.runs.items() if trials]
         for name in measured:
             summary[name] |= self._summary(name)
+            texts, wanted = summary[name]["texts"], summary[name].pop("texts_wanted")
+            if texts < wanted and self.budget is not None:
+                summary[name]["cut"] = f"{texts} of {wanted} texts within the budget of {self.budget:g} s"
         self._compare(summary, measured)
         return summary
 
@@ -148,9 +164,10 @@ class Bench:
         row = self.rows[name]
         if "failed" in row or "skipped" in row:
             return
-        if time.monotonic() > self.deadline and row.get("trials") != 0:
-            if "trials" not in row:
-                row["skipped"] = f"the budget of {self.budget:g} s is used up"
+        now = time.monotonic()
+        if "trials" not in row and now > self.deadline:
+            row["skipped"] = f"the budget of {self.budget:g} s is used up"
+        if "skipped" in row or (row.get("trials") and now > self.limit):
             return
         try:
             what(name)
@@ -166,7 +183,10 @@ class Bench:
         start = time.monotonic()
         if name not in self.made:
             self.made[name] = self.contenders[name]()
-        for _ in range(self.warmups):
+        half = self._share(self.limit, 2)
+        for number in range(self.warmups):
+            if number and time.monotonic() > half:
+                break
             prompt = self.prompts(0, self.configuration.prompt)[0]
             self.made[name](prompt, self.configuration.new, self.sampling, self.seed)
         self.rows[name] |= {"warmup_seconds": time.monotonic() - start, "trials": 0}
@@ -176,8 +196,10 @@ class Bench:
         trial, row, contender = len(self.runs[name]), self.rows[name], self.made[name]
         self.progress(f"{self.configuration.name}: {name}, trial {trial + 1} of {self.trials}")
         with PeakMemory(self.target.device) as peak:
-            prompts = self.prompts(trial, self.configuration.prompt)
-            runs = [contender(p, self.configuration.new, self.sampling, self.seed + trial) for p in prompts]
+            prompts, runs = self.prompts(trial, self.configuration.prompt), []
+            for prompt in prompts:
+                if not runs or time.monotonic() <= self.limit:
+                    runs.append(contender(prompt, self.configuration.new, self.sampling, self.seed + trial))
         time.sleep(contender.settle_seconds)
         for run in runs:
             if len(run.tokens) != self.configuration.new:
@@ -185,6 +207,7 @@ class Bench:
         on_gpu = self.target.device.type == "cuda"
         row["peak_bytes"] = max(row.get("peak_bytes", 0), peak.bytes + (contender.weights if on_gpu else 0))
         row["trials"] += 1
+        row["texts_wanted"] = self.trials * len(prompts)
         self.runs[name].append(runs)
 
     def _summary(self, name: str) -> dict:
@@ -193,6 +216,7 @@ class Bench:
         steps = [seconds for run in runs for seconds in run.steps]
         first = statistics.median(run.prefill_seconds for run in runs)
         out = {
+            "texts": len(runs),
             "tokens_per_second": _median_rate(trials, lambda run: len(run.tokens), lambda run: run.seconds),
             "prefill_tokens_per_second": configuration.prompt / first,
             "time_to_first_token_ms": 1e3 * first,
@@ -242,7 +266,7 @@ class Bench:
             texts = [
                 (prompt, mine.tokens, plain.tokens)
                 for trial, both in enumerate(zip(trials, self.runs["plain"], strict=False))
-                for prompt, mine, plain in zip(self.prompts(trial, self.configuration.prompt), *both, strict=True)
+                for prompt, mine, plain in zip(self.prompts(trial, self.configuration.prompt), *both, strict=False)
             ]
             rows[name] |= compare_texts(self.target, texts, gaps=not self.sampling.penalised)
 
@@ -251,39 +275,3 @@ def _median_rate(
     trials: list[list[TimedRun]], count: Callable[[TimedRun], int], seconds: Callable[[TimedRun], float]
 ) -> float:
     return statistics.median(sum(map(count, trial)) / sum(map(seconds, trial)) for trial in trials)
-
-
-Texts = Sequence[tuple[list[int], list[int], list[int]]]  # prompt, a contender's text, plain decoding's
-
-
-def compare_texts(target, texts: Texts, gaps: bool = True) -> dict:
-    """Return entries of a contender's row: how many texts are the same, and where each other one differs first.
-
-    Args:
-        gaps: Also report the target's logit gap there, before any penalty. Sums in another order change a text where
-            two logits are nearly equal. A large gap says that the contender computes something else.
-    """
-    differences = []
-    for number, (prompt, mine, plain) in enumerate(texts):
-        at = next((i for i, (a, b) in enumerate(zip(mine, plain, strict=True)) if a != b), None)
-        if at is not None:
-            gap = {"logit_gap": logit_gap(target, prompt + plain[:at], plain[at], mine[at])} if gaps else {}
-            differences.append({"text": number, "token": at} | gap)
-    same = {"same_text_as_plain": f"{len(texts) - len(differences)} of {len(texts)}"}
-    if not differences:
-        return same
-    earliest = min(difference["token"] for difference in differences)
-    words = f"{len(differences)} of {len(texts)} texts differ from plain decoding's, the earliest at token {earliest}"
-    if gaps:
-        found = [difference["logit_gap"] for difference in differences]
-        words += f"; the target's logits are {min(found):.2g} to {max(found):.2g} apart there"
-    return same | {"differences": differences, "differs": words}
-
-
-@torch.inference_mode()
-def logit_gap(target, tokens: list[int], token: int, other: int) -> float:
-    """Return how much higher the target's logit of `token` is than that of `other`, after these tokens."""
-    ids = torch.tensor([tokens], device=target.device)
-    last = torch.tensor([len(tokens) - 1], device=target.device)
-    logits, _ = target(ids, target.new_cache(1, len(tokens)), last=last, prefill=True)
-    return (logits[0, 0, token] - logits[0, 0, other]).item()

@@ -131,6 +131,7 @@ def run(config: DictConfig) -> None:
     result["weights"] = "random: only speed means anything" if random else target.name
     rows: list[dict] = []
     how = {"warmups": suite["warmups"], "trials": suite["trials"], "budget": settings["budget_s"]}
+    how["configurations"] = len(configurations)
     how |= {"seed": settings["seed"], "random_weights": random}
     how["progress"] = partial(print, file=sys.stderr, flush=True)
     how["save"] = lambda more: write_json(out, result | {"rows": rows + more})

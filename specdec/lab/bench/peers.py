@@ -49,7 +49,7 @@ class Peer(Contender):
         try:
             self.module, *_ = map(import_module, self.modules)
         except ImportError as error:
-            raise NotAvailable(f"{self.engine} cannot be imported ({error}): pip install '.[peers]'") from None
+            raise NotAvailable(f"{self.engine} cannot be imported ({error}): pip install 'specdec[peers]'") from None
 
     @classmethod
     def check(cls, config: ModelConfig, slots: int, known: set[str]) -> None:

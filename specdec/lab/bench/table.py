@@ -5,7 +5,7 @@ from collections.abc import Callable
 from rich.table import Table
 from rich.text import Text
 
-from specdec.cli.terminal import console
+from specdec.cli.terminal import console, print_table
 
 MIB = 2**20
 
@@ -28,6 +28,8 @@ COLUMNS: dict[str, Callable[[dict], str]] = {
     "same text": lambda row: row.get("same_text_as_plain", ""),
 }
 
+OPTIONAL = ("of bandwidth", "cache, peak MiB", "first token ms", "step ms: P50, P95", "decoding", "tokens a step")
+
 
 def print_rows(rows: list[dict], title: str) -> None:
     """Print the rows by configuration; below the table, what was skipped or failed, and why."""
@@ -45,7 +47,7 @@ def print_rows(rows: list[dict], title: str) -> None:
         else:
             table.add_row(f"  {row['contender']}", "failed" if "failed" in row else "skipped")
     screen = console(170)
-    screen.print(table)
+    print_table(screen, table, OPTIONAL)
     for remark, where in remarks(rows).items():
         screen.print(f"{remark} ({', '.join(where)})", highlight=False)
 
@@ -54,7 +56,7 @@ def remarks(rows: list[dict]) -> dict[str, list[str]]:
     """Remarks, each with the configurations that it is about."""
     out: dict[str, list[str]] = {}
     for row in rows:
-        for kind in ("failed", "skipped", "note", "differs"):
+        for kind in ("failed", "skipped", "cut", "note", "differs"):
             if kind in row:
                 out.setdefault(f"{row['contender']}, {kind}: {row[kind]}", []).append(row["configuration"])
     return out

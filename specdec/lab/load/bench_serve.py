@@ -13,7 +13,7 @@ from rich.table import Table
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
 from specdec.cli.flags import command_parser, whole_numbers
-from specdec.cli.terminal import console
+from specdec.cli.terminal import console, print_table
 from specdec.lab.load.client import Asked
 from specdec.lab.load.drive import Load, drive
 from specdec.lab.output import progress_bar, write_figure, write_json
@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> None:
 def check(args: argparse.Namespace) -> None:
     """ValueError for what cannot be done, before anything is sent."""
     if find_spec("httpx2") is None:
-        raise ValueError("httpx2 is not installed: pip install '.[serve]'")
+        raise ValueError("httpx2 is not installed: pip install 'specdec[serve]'")
     if args.rate is not None and args.concurrency is not None:
         raise ValueError("--rate contradicts --concurrency: requests arrive in one of the two ways")
     if min(args.num_prompts, args.max_new_tokens, *(args.concurrency or [1])) < 1 or args.warm_up < 0:
@@ -153,7 +153,7 @@ def print_loads(run: dict) -> None:
             *("" if s is None else "{mean:.1f} / {median:.1f} / {p99:.1f}".format(**s) for s in spreads),
             "" if lengths is None else f"{lengths:.2f}",
         )
-    console(140).print(table)
+    print_table(console(140), table, ("requests/s", "ITL"))
 
 
 def write_chart(path: Path, run: dict) -> None:

@@ -22,7 +22,7 @@ from specdec.arguments import (
     check_prompts,
     check_types,
 )
-from specdec.cli.terminal import console
+from specdec.cli.terminal import console, print_table
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
 from specdec.lab.models import own_names, read_entry, short_name
@@ -46,6 +46,7 @@ COLUMNS = {
     "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth, of all rounds": "right",
     "tokens/s": "right", "to plain": "right", "ms a round: draft, verify": "left", "lossless": "left",
 }  # fmt: skip
+OPTIONAL = ("ms a round: draft, verify", "accepted to depth, of all rounds")  # columns
 WIDTH = 180  # of a table where there is no terminal
 SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
 
@@ -100,8 +101,8 @@ class Comparison:
         return said
 
     def _recorded(self) -> Console:
-        shown = Console(width=WIDTH, file=StringIO(), record=True, force_jupyter=False, markup=False)
-        shown.print(self._table())
+        shown = console(WIDTH, file=StringIO(), record=True, force_jupyter=False)
+        print_table(shown, self._table(), OPTIONAL)
         return shown
 
     def __str__(self) -> str:
@@ -115,7 +116,7 @@ class Comparison:
 
     def print(self) -> None:
         """Print the table and the summary on the terminal."""
-        console(WIDTH).print(self._table())
+        print_table(console(WIDTH), self._table(), OPTIONAL)
         print(self.verdict)
 
     def _table(self) -> Table:

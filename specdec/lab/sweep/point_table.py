@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from specdec.cli.terminal import console
+from specdec.cli.terminal import console, print_table
 from specdec.lab.sweep.store import by_drafter, groups, tree_name
 from specdec.structs import FILTERS, PENALTIES, Sampling
 
@@ -17,6 +17,7 @@ COLUMNS = {  # of the table of points: heading -> is it a number?
     "to plain": True,
     "identical": True,
 }
+OPTIONAL = ("draft, verify: ms a round", "95 %", "accepted to depth 1, 2, ..., of all rounds")
 
 
 def decoded(group: list[dict]) -> list[dict]:
@@ -98,6 +99,6 @@ def print_tables(results: list[dict], timings: dict[str, dict]) -> None:
             table.add_column(name, justify="right" if number else "left")
         for row in table_of(group, timings):
             table.add_row(*row["cells"])
-        screen.print(table)
+        print_table(screen, table, OPTIONAL)
         for note in notes_of(group, timings):
             screen.print(note)

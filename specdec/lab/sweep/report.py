@@ -22,7 +22,7 @@ from specdec.lab.figure_style import svg_and_png
 from specdec.lab.sweep import figures
 from specdec.lab.sweep.gallery import best_tree_svg, round_svg
 from specdec.lab.sweep.point_table import COLUMNS, conditions_of, decoded, notes_of, table_of, title_of
-from specdec.lab.sweep.store import best, by_drafter, groups, tree_name
+from specdec.lab.sweep.store import best, by_drafter, counts_of, groups, tree_name
 
 REPORT, FIGURES = "report.html", "figures"
 WHY = (
@@ -102,12 +102,14 @@ def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[
     machines = [t["machine"] for t in timings.values() if "machine" in t]
     lines = [f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in machines]
     versions = [f"torch {m['torch']}, Python {m['python']}" for m in machines]
-    skipped = sum("skipped" in r for r in results)
+    counts, skipped = counts_of(results), sum("skipped" in r for r in results)
+    points = [f"{counts['points']}, each a row of a table", f"best trees: {counts['best_trees']}"]
+    points += [f"combinations that do not fit: {skipped}"]
     return [
         ("machine", "; ".join(dict.fromkeys(lines))),
         ("versions", f"specdec {__version__}, " + "; ".join(dict.fromkeys(versions))),
         ("command", command),
-        ("points", f"{len(results) - skipped} measured; combinations that do not fit: {skipped}"),
+        ("points", "; ".join(points)),
     ]
 
 

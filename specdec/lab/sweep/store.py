@@ -127,6 +127,12 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     return results, timings, old
 
 
+def counts_of(results: list[dict]) -> dict[str, int]:
+    """Return the number of decoded points, each a row of a table, and that of best trees, one for each drafter."""
+    measured = [r["kind"] for r in results if "skipped" not in r]
+    return {"points": measured.count("decode"), "best_trees": measured.count("best_tree")}
+
+
 def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
     """The points of each drafter, in order of appearance."""
     found: dict[str, list[dict]] = {}

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.files import no_empty_folder
 from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.lab.machine import command_line
@@ -21,7 +22,7 @@ from specdec.lab.models import own_names
 from specdec.lab.sweep.benchmarks import load_benchmark
 from specdec.lab.sweep.point_table import print_tables
 from specdec.lab.sweep.points import Draft, SweepPoint, signature
-from specdec.lab.sweep.store import write_results
+from specdec.lab.sweep.store import counts_of, write_results
 from specdec.lab.sweep.sweep import Sweep
 from specdec.training.loop.parallel import join_processes
 from specdec.training.train import check_folder, instantiate, load_some
@@ -73,9 +74,15 @@ def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, in
 @one_sentence_errors
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
-    sampling, verifier = instantiate(config.sampling), instantiate(config.verifier, "verifier")
     out = Path(config.out)
-    check_folder(out, resume=True)
+    with no_empty_folder(out):
+        check_folder(out, resume=True)
+        sweep_in(out, settings, config)
+
+
+def sweep_in(out: Path, settings: dict, config: DictConfig) -> None:
+    """Measure the points, and report when all are there."""
+    sampling, verifier = instantiate(config.sampling), instantiate(config.verifier, "verifier")
     processes = join_processes(config.device)
     benchmark = load_benchmark(**settings["benchmark"])
     target = load_some(config, processes.device, whole=True)
@@ -100,7 +107,8 @@ def run(config: DictConfig) -> None:
             with only_writer(out, inside=True, wait=True):
                 write_report(out, results, timings, command=command_line())
             print(f"report: {out / 'report.html'}")
-    print(json.dumps({"out": str(out), "points": len(results), "to_be_measured_elsewhere": waiting} | counts))
+    found = {"out": str(out)} | counts_of(results)
+    print(json.dumps(found | {"to_be_measured_elsewhere": waiting} | counts))
 
 
 main = hydra_command(run, "sweep")

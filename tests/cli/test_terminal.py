@@ -1,0 +1,31 @@
+"""Tables fit their terminal."""
+
+import io
+
+import pytest
+from rich.table import Table
+
+from specdec.cli.terminal import console, print_table, terminal_width
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_table_is_no_wider_than_the_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = [f"heading{i} and words" for i in range(6)]
+    table, out = Table(*names), io.StringIO()
+    table.add_row(*["12345.678"] * 6)
+    print_table(console(160, file=out), table, names[3:])
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    kept = out.getvalue().count("12345.678")
+    assert kept == {40: 3, 60: 4, 80: 6, 200: 6}[width], "numbers stay whole"
+    assert ("left out" in out.getvalue()) == (kept < 6)
+
+
+def test_the_width_without_a_terminal(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", lambda stream: (_ for _ in ()).throw(OSError))
+    assert terminal_width() is None
+    assert console(123).width == 123
+    monkeypatch.setattr("os.get_terminal_size", lambda stream: type("Size", (), {"columns": 71}))
+    assert console(123).width == 71

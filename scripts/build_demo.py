@@ -45,7 +45,7 @@ LIMIT_MIB, MAP_SIZE = 50, 4096
 TREES = (DynamicTree(4, 5, 16), DynamicTree(10, 8, 60), Chain(5))  # for which tau is measured
 QUESTIONS = "What are the benefits of regular exercise?", "How do I make a vegetable soup?"  # for the card
 GROWN = {"mtp": None, "eagle3": 512, "eagle2": 256}  # drafters that grow too: neurons that their MLP keeps
-DRAFTERS = ("eagle3", "mtp", "eagle2", "medusa", "dspark", "dflash")  # trained by the experiments grown_NAME
+DRAFTERS = ("eagle3", "mtp", "eagle2")  # trained by the experiments grown_NAME
 # Source: how often each conversation is used, and the largest number of them. Other sources are dropped.
 KEEP = {
     "oasst": (1, 30_000), "dolly": (2, 10**9), "gpteacher_roleplay": (2, 10**9), "llamafactory": (3, 10**9),

@@ -60,9 +60,6 @@ OTHERS = {
     "eagle2": {"draft": DEMO / "eagle2"},
     "eagle2 with the FR-Spec map": {"draft": DEMO / "eagle2", "token_map": DEMO / "frspec_4096.json"},
     "mtp": {"draft": DEMO / "mtp"},
-    "medusa": {"draft": DEMO / "medusa"},
-    "dflash": {"draft": DEMO / "dflash"},
-    "dspark": {"draft": DEMO / "dspark"},
     "ngram": {"draft": "ngram"},
 }
 

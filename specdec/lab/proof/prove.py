@@ -26,7 +26,7 @@ from specdec.model.names import called
 from specdec.remote import Remote
 from specdec.text import encode_prompt, read_prompts
 
-DEMO_DRAFTERS = tuple(DEMO_DRAFTER.parent / name for name in ("eagle3", "eagle2", "mtp", "medusa", "dflash", "dspark"))
+DEMO_DRAFTERS = tuple(DEMO_DRAFTER.parent / name for name in ("eagle3", "eagle2", "mtp"))
 PROMPTS = ["What are the benefits of regular exercise?", "Write a short story about a dragon.", "What is a tree?"]
 
 

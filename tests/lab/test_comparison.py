@@ -101,7 +101,7 @@ def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_p
         ({"tree": "oak"}, "there is no tree 'oak'"),
         ({"prompts": [{"role": "user"}]}, "a prompt is a text, a list of messages"),
         ({"prompts": [[1, "x"]]}, "a prompt is a text, a list of messages"),
-        ({"drafter": "demo/eagle9"}, "nothing bundled is called demo/eagle9; there is demo/dflash, demo/dspark"),
+        ({"drafter": "demo/eagle9"}, "nothing bundled is called demo/eagle9; there is demo/eagle2, demo/eagle3"),
     ],
 )
 def test_what_is_no_such_thing_is_reported(target, drafter_path, how, message):

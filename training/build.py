@@ -66,8 +66,8 @@ FLAGS = {"--from": "from", "--data": "data.path"}  # the two of `specdec train -
 
 
 def from_checkpoint(words: list[str]) -> list[str]:
-    """The words of a command with the settings that from=CHECKPOINT or --from CHECKPOINT stands for: the drafter as it was
-    saved, and the objective of its family unless another is given.
+    """The words of a command, with the settings that from=CHECKPOINT or --from CHECKPOINT stands for: the drafter as it
+    was saved, and the objective of its family unless another is given.
 
     Raises:
         ValueError: There is no such drafter, it does not learn, or a setting describes another one.

@@ -28,6 +28,7 @@ POINTS = {
     "objective": "specdec.objectives",
 }
 FORM = re.compile(r"(?P<file>[^\n]*?\.py)(?::(?P<name>\w*))?(?::(?P<checkpoint>.+))?")
+MODULE = "specdec_own_"  # how the names of modules of users' files begin
 PLAIN = (type(None), bool, int, float, str, list, tuple, dict)  # defaults that a settings file can hold
 _passed: dict[str, tuple[str, Callable]] = {}  # what the user has named in this process, by its `short` name
 
@@ -103,7 +104,7 @@ def _of_file(file: str, name: str | None) -> Any:
 @cache
 def _module(path: Path, changed: int) -> Any:
     """The module of a file. changed: when the file was written, so that an edited file is read again."""
-    name = f"specdec_own_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
+    name = f"{MODULE}{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look themselves up there
@@ -174,7 +175,10 @@ def settings_of(text: str, part: Callable, *skipped: str) -> dict[str, Any]:
     return {one.name: one.default for one in named}
 
 
-def digest(text: str) -> str:
-    """A hash of the file of FILE.py:NAME; empty for an entry point."""
-    found = FORM.fullmatch(text)
-    return "" if found is None else hashlib.sha256(Path(found["file"]).expanduser().read_bytes()).hexdigest()
+def digest(part: Any) -> str:
+    """A hash of the file that FILE.py:NAME names, or that an object's class is of; empty for any other part."""
+    module = type(part).__module__
+    file = sys.modules[module].__file__ if module.startswith(MODULE) else ""
+    if isinstance(part, str) and (found := FORM.fullmatch(part)):
+        file = found["file"]
+    return hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() if file else ""

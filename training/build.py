@@ -62,13 +62,21 @@ def build_drafter(config: DictConfig, target: Target, samples: list[Sample], see
     return drafter
 
 
+FLAGS = {"--from": "from", "--data": "data.path"}  # the two of `specdec train --from CHECKPOINT --data FILE`
+
+
 def from_checkpoint(words: list[str]) -> list[str]:
-    """The words of a command with the settings that from=CHECKPOINT stands for: the drafter as it was saved, and the
-    objective of its family unless another is given.
+    """The words of a command, with the settings that from=CHECKPOINT or --from CHECKPOINT stands for: the drafter as it
+    was saved, and the objective of its family unless another is given.
 
     Raises:
         ValueError: There is no such drafter, it does not learn, or a setting describes another one.
     """
+    words = list(words)
+    for flag, name in FLAGS.items():
+        while flag in words[:-1]:
+            at = words.index(flag)
+            words[at : at + 2] = [f"{name}={quoted(words[at + 1])}"]
     given = [word.partition("=") for word in words]
     path = next((value.strip("'\"") for name, _, value in given if name == "from"), None)
     if path in (None, "null"):

@@ -17,7 +17,8 @@ TOKENS = 6  # of the rehearsed decoding
 
 
 def rehearse(trainer: Trainer, drafter: str, objective: str, decodes: bool) -> None:
-    """Try what a run will do: a loss with gradients, saving, loading, and decoding a few tokens.
+    """Try what a run will do: a loss with gradients, saving, loading, and decoding a few tokens. Runs of several
+    processes are not rehearsed.
 
     Args:
         trainer: The run before its first step, which it leaves as it was.
@@ -29,7 +30,7 @@ def rehearse(trainer: Trainer, drafter: str, objective: str, decodes: bool) -> N
         ValueError: The user's code fails, or makes something that cannot be trained, saved or loaded.
     """
     mine = [name for name in (drafter, objective) if own.is_own(name) or "." not in name]
-    if not mine or not trainer.main:
+    if not mine or trainer.processes.world > 1:  # a backward pass of one process would wait for the others
         return
     with own.blamed(mine[0], "a first training step"):
         _learn(trainer)

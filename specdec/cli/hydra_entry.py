@@ -33,9 +33,9 @@ def hydra_command(
             return
         import hydra
 
+        sys.argv[1:] = own_parts(rewrite(sys.argv[1:]))
         check_words(sys.argv[1:])
         check_folders(sys.argv[1:])
-        sys.argv[1:] = own_parts(rewrite(sys.argv[1:]))
         os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback
         with settings_errors(config):
             hydra.main(config_path=str(CONF), config_name=config, version_base="1.3")(checked(run, config))()

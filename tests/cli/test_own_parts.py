@@ -193,3 +193,9 @@ def test_names():
     assert not own.is_own("my.pyx")
     assert not own.is_own("ngram:suffix")
     assert Path(own.split("my.py:create:~/x")[1]) == Path("~/x")
+
+
+def test_what_an_own_part_depends_on(parts):
+    rule = specdec.make_verifier(f"{parts}/my.py:Lenient")
+    assert own.digest(rule) == own.digest(f"{parts}/my.py:wide") != ""
+    assert own.digest(specdec.make_verifier("match")) == own.digest("ngram") == ""

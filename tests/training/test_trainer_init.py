@@ -62,6 +62,10 @@ def test_a_head_that_was_not_trained_stays_so(target_path, tmp_path):
 def test_words_that_describe_another_drafter_are_refused(drafter_path):
     assert from_checkpoint(["out=x", "from=null"]) == ["out=x", "from=null"]
     assert from_checkpoint([f"from={drafter_path}", "objective=lk"])[-1] == f'drafter.path="{drafter_path}"'
+    assert from_checkpoint(["--from", str(drafter_path), "--data", "a b"])[:2] == [
+        f'from="{drafter_path}"',
+        'data.path="a b"',
+    ]
     for word in ("drafter=mtp", "drafter.taps=[1,2,3]", "+drafter.taps=[1,2,3]"):
         with pytest.raises(ValueError, match="takes the drafter as it was saved: leave out"):
             from_checkpoint([f"from={drafter_path}", word])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from specdec import own
 from specdec.cli.lock import only_writer
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
@@ -74,7 +75,7 @@ class Sweep:
             "device": self.target.device.type,
             "decoder": type(self.target).__name__,
             "resamples": self.resamples,
-            "code": code_version(),
+            "code": code_version() + own.digest(self.verifier),
         }
         self.names = {
             "target": Path(self.target.name).name,

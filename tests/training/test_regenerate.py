@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import refused
+from helpers import main_of, refused
 from remotes import small_server
 from short_runs import contents, small_files
 
@@ -17,7 +17,9 @@ from specdec.training import regenerate as module
 from specdec.training.data import Conversation
 from specdec.training.data.dialogues import Prompt
 from specdec.training.data.shards import Shards
-from specdec.training.regenerate import main, plan, regenerate
+from specdec.training.regenerate import plan, regenerate
+
+main = main_of("data regenerate")
 
 
 def arguments(target_path, prompts, out, *more):

@@ -53,6 +53,8 @@ def check(name: str, args: argparse.Namespace) -> None:
         raise ValueError(f"specdec {name} needs {', '.join(missing)}: pip install 'specdec[serve]'")
     if set(SAMPLING) <= set(flags):
         read_flags(Sampling, args)
+    if name in OWN:
+        OWN[name](args)
     for flag, what in (("prompts", "prompt"), ("json_schema", "JSON schema"), ("settings", "settings")):
         if isinstance(flags.get(flag), Path):
             with open_text(flags[flag], what):
@@ -72,9 +74,6 @@ def check(name: str, args: argparse.Namespace) -> None:
     verifier = flags.get("verifier")
     if verifier is not None and not own.is_own(verifier) and verifier not in own.points():
         registry.settings("verifier", args.verifier)
-    special = OWN.get(name)
-    if special is not None:
-        special(args)
 
 
 def _check_together(name: str, args: argparse.Namespace) -> None:

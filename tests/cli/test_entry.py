@@ -14,7 +14,7 @@ import specdec
 from specdec import __main__ as entry
 from specdec import api, registry
 from specdec.children import KINDS
-from specdec.cli.commands import COMMANDS, GROUPS, OLD, parse
+from specdec.cli.commands import COMMANDS, GROUPS, OLD, loading, parse
 from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE
 from specdec.drafters.formats.convert import SERVERS
 from specdec.machine import PRECISIONS
@@ -139,6 +139,14 @@ def test_old_flags_say_the_new_ones(capsys, tmp_path):
     assert capsys.readouterr().err == "note: specdec generate --prompt-file is now --prompts\n"
     assert parse("data show", ["--data", "x", "--count=3"]).limit == 3
     assert "--count is now --limit" in capsys.readouterr().err
+
+
+def test_the_first_line_names_what_is_loaded(capsys):
+    loading("generate", None, None)
+    loading("prove", "T", ["A", "ngram"])
+    assert (
+        capsys.readouterr().err == "specdec generate: loading demo/target\nspecdec prove: loading T and A and ngram\n"
+    )
 
 
 def test_values_stand_without_their_flag_where_there_is_one_meaning(tmp_path):

@@ -111,7 +111,8 @@ def flag_cases() -> Iterator[Case]:
     """Yield each flag that takes a value with each text that is empty, no number, or out of its range."""
     for command in [name for name, entry in COMMANDS.items() if not entry.conf]:
         actions = [a for a in parser_of(command)._actions if a.option_strings and a.nargs != 0]
-        required = [w for a in actions if a.required for w in (a.option_strings[-1], "1" if a.type is int else "none")]
+        given = {a.option_strings[-1]: "1" if a.type is int else next(iter(a.choices or ["none"])) for a in actions}
+        required = [w for a in actions if a.required for w in (a.option_strings[-1], given[a.option_strings[-1]])]
         for action, text in itertools.product(actions, FLAG_TEXTS):
             empty = not text.strip() and action.dest not in FREE_TEXT
             if empty or (action.type in (int, float) and _refused(action, text)):

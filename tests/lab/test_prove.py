@@ -156,7 +156,7 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path):
         (["--target", "somewhere"], "needs its drafters"),
         (["--out", "nowhere/page.md"], "there is no folder nowhere"),
         (["--prompts", "none.txt"], "no such prompt file"),
-        (["--plain-server", "http://x"], "belong to --server"),
+        (["--plain-server", "http://x"], "--plain-server needs --server"),
         (["--server", "localhost:8000"], "begins with http:// or https://"),
         (["--server", "http://x", "--draft", "ngram"], "a server has its own drafter"),
     ],

@@ -201,7 +201,7 @@ def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
     [
         (("--samples", "2"), "--samples 2 needs a --temperature"),
         (("--out", "/proc/nowhere/answers.jsonl"), "cannot write /proc/nowhere"),
-        (("--model", "x"), "--model names a model of --server"),
+        (("--served-model-name", "x"), "--served-model-name needs --server"),
         (("--server", "nowhere"), "begins with http:// or https://"),
     ],
 )

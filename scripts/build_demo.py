@@ -122,9 +122,9 @@ def build_target(args: argparse.Namespace, work: Path) -> None:
     save_target(model, tokenizer, work / "target", report=report)
 
 
-def run(*command: object) -> None:
-    """Run a module of specdec; a failure ends the build."""
-    done = subprocess.run([sys.executable, "-m", *map(str, command)], check=False)
+def run(name: str, *words: object) -> None:
+    """Run a command of specdec; a failure ends the build."""
+    done = subprocess.run([sys.executable, "-m", "specdec", *name.split(), *map(str, words)], check=False)
     if done.returncode:
         sys.exit(done.returncode)
 
@@ -136,13 +136,13 @@ def build_answers(args: argparse.Namespace, work: Path) -> None:
     words = ["--target", work / "target", "--prompts", work / "questions.jsonl", "--batch-size", 128]
     for name, temperature in (("greedy", 0.0), ("sampled", 0.8)):
         where = ["--out", work / "answers" / f"{name}.jsonl", "--temperature", temperature]
-        run("specdec.training.regenerate", *words, *where, "--max-new-tokens", 160, "--seed", SEED)
+        run("data regenerate", *words, *where, "--max-new-tokens", 160, "--seed", SEED)
 
 
 def train_drafter(name: str, work: Path, overrides: list[str]) -> None:
     """Train a drafter. A finished run resumes at its last step and ends at once."""
     words = [f"target.path={work / 'target'}", f"data.path={work / 'answers'}/*.jsonl", f"out={work / name}"]
-    run("specdec.train", *words, f"+experiment=grown_{name}", "resume=auto", *overrides)
+    run("train", *words, f"+experiment=grown_{name}", "resume=auto", *overrides)
 
 
 def measure(bench: Path, target, drafter) -> dict[str, float]:
@@ -162,7 +162,7 @@ def publish(args: argparse.Namespace, work: Path) -> None:
         shutil.rmtree(out / old, ignore_errors=True)
     shutil.copytree(work / "target", out / "target", ignore=shutil.ignore_patterns("report.json"))
     words = ["--target", work / "target", "--size", MAP_SIZE, "--data", work / "answers" / "greedy.jsonl"]
-    run("specdec.training.count", *words, "--out", out / f"frspec_{MAP_SIZE}.json")
+    run("data count", *words, "--out", out / f"frspec_{MAP_SIZE}.json")
     drafters = {}
     for name in DRAFTERS:
         save_drafter(load_drafter(work / name / "draft", target).to(torch.bfloat16), out / name, target)

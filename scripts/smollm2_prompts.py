@@ -1,8 +1,8 @@
 """Write the prompts whose answers the drafters of SmolLM2 were trained on, as two files of conversations.
 
     python scripts/smollm2_prompts.py --conversations train.jsonl.xz --books books.jsonl.xz --bench BENCH --out build
-    specdec regenerate --target smollm2 --prompts build/greedy.jsonl --limit 4400 --turns all --out build/a.jsonl
-    specdec regenerate --target smollm2 --prompts build/warm.jsonl --limit 4400 --turns all --out build/b.jsonl \\
+    specdec data regenerate --target smollm2 --prompts build/greedy.jsonl --limit 4400 --turns all --out build/a.jsonl
+    specdec data regenerate --target smollm2 --prompts build/warm.jsonl --limit 4400 --turns all --out build/b.jsonl \\
         --temperature 0.7 --seed 7
 
 --conversations: ShareGPT form; an `id` begins with the name of its source (`SOURCES`). --books: objects with `text`.

@@ -1,6 +1,6 @@
-"""The command `specdec`, also `python -m specdec`: one entry to all commands.
+"""The command `specdec`, also `python -m specdec`: one entry to all commands of `specdec.cli.commands`.
 
-It knows each command by the name of its module, and imports only the one that is called.
+Flags are read and checked before the module of the command is imported, and with it torch.
 """
 
 import difflib
@@ -8,66 +8,63 @@ import sys
 from importlib import import_module
 
 from specdec import __version__
+from specdec.cli.commands import COMMANDS, GROUPS, OLD, Command, loading, parse
 from specdec.cli.errors import one_sentence_errors
 
-# name -> its module, whose `main` reads sys.argv, and what it does
-COMMANDS = {
-    "generate": ("specdec.cli.generate", "answer prompts, or chat: with a drafter, or plainly"),
-    "train": ("specdec.training.train", "train a drafter"),
-    "serve": ("specdec.serve.serve_command", "answer OpenAI's clients: a server"),
-    "regenerate": ("specdec.training.regenerate", "let the target answer prompts: training data in its own words"),
-    "cache": ("specdec.training.cache", "store the target's features, to train without running it"),
-    "estimate": ("specdec.training.estimate", "say what a training run takes: disk, memory, time"),
-    "show": ("specdec.training.show", "print conversations with the learnt tokens marked"),
-    "count": ("specdec.training.count", "count tokens, and write the most frequent as an FR-Spec map"),
-    "doctor": ("specdec.drafters.formats.__main__", "inspect, check, convert and export draft checkpoints"),
-    "tree": ("specdec.lab.replay.optimal_tree", "measure acceptance, and write the best static tree"),
-    "tune": ("specdec.lab.tune_command", "find the fastest setting of a pair on this machine"),
-    "prove": ("specdec.lab.proof.prove", "test that decoding is lossless"),
-    "bench": ("specdec.lab.bench.bench_command", "our engine against transformers, CTranslate2 and llama.cpp"),
-    "bench serve": ("specdec.lab.load.bench_serve", "drive a server: throughput, latencies, acceptance"),
-    "sweep": ("specdec.lab.sweep.sweep_command", "drafters and trees on a benchmark: one report"),
-    "compare": ("specdec.lab.sweep.compare_command", "drafters side by side: table, CSV, chart"),
-    "metrics": ("specdec.lab.traces.metrics_command", "every metric of a trace, with intervals"),
-    "jobs": ("specdec.cli.jobs", "a command as several jobs, here or on a cluster"),
-}
-LAB = ("jobs",)  # commands for studies: `specdec lab NAME`; `specdec NAME` works too
-LAB_DOES = f"commands for studies: {', '.join(LAB)}"
+LONGEST = max(name.count(" ") for name in COMMANDS) + 1  # words of a command's name
+CHAT = {"chat": "generate --chat"}  # what is no command, and where it is
 
 
-def overview(lab: bool = False) -> str:
-    """Return the help: of the commands for studies, or of all others."""
-    does = {name: words for name, (_, words) in COMMANDS.items() if (name in LAB) == lab}
-    does |= {} if lab else {"lab": LAB_DOES}
+def first(name: str) -> str:
+    return name.partition(" ")[0]
+
+
+def overview(group: str = "") -> str:
+    """Return the help: of a group of commands, or of all."""
+    prefix = f"{group} " if group else ""
+    if group:
+        does = {name: command.does for name, command in COMMANDS.items() if name.startswith(prefix)}
+    else:
+        does = {name: GROUPS.get(name) or COMMANDS[name].does for name in dict.fromkeys(map(first, COMMANDS))}
     width = max(map(len, does))
-    prefix = "specdec lab" if lab else "specdec"
     lines = [
-        f"usage: {prefix} COMMAND [options]",
+        f"usage: specdec {prefix}COMMAND [options]",
         "",
         "Speculative decoding: train a drafter, decode with it, prove it lossless, measure it.",
         "",
         *(f"  {name:{width}}  {words}" for name, words in does.items()),
         "",
-        f"{prefix} COMMAND --help says more of one; specdec --version [--verbose] prints the version.",
-        'Try:  specdec generate --prompt "Write a short story about a dragon." --compare',
+        "specdec COMMAND --help lists the options of one; specdec --version [--verbose] prints the version.",
     ]
-    return "\n".join(lines[:-1] if lab else lines)
+    return "\n".join(lines if group else [*lines, 'Try:  specdec generate --prompt "What is a tree?" --compare'])
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """Return the command that a line names, by one word or two, and the words after it."""
-    if words[0] == "lab" and words[1:2] and words[1] in LAB:
-        return words[1], words[2:]
-    count = 2 if " ".join(words[:2]) in COMMANDS else 1
-    return " ".join(words[:count]), words[count:]
+    """Return the command that a line names, by up to three words, and the words after it. An old name is replaced by
+    the new one, with a line that says so. Raises ValueError if there is no such command."""
+    for count in range(LONGEST, 0, -1):
+        if (name := " ".join(words[:count])) in COMMANDS:
+            return name, words[count:]
+    if words[0] in OLD:
+        new = [*OLD[words[0]].split(), *words[1:]]
+        name, rest = split(new)
+        print(f"note: specdec {words[0]} is now specdec {OLD[words[0]]}", file=sys.stderr)
+        return name, rest
+    return _group(words)
 
 
-def nearest(name: str) -> str:
-    """Return 'did you mean ...? ' for a name that is near to a command's, or that a flag of one has; else nothing."""
-    if name == "chat":
-        return "did you mean generate --chat? "
-    near = difflib.get_close_matches(name, COMMANDS, 1)
-    return f"did you mean {near[0]}? " if near else ""
+def _group(words: list[str]) -> tuple[str, list[str]]:
+    """The same for a line that names a group of commands, or nothing."""
+    name, rest = words[0], words[1:]
+    if name in GROUPS and (not rest or rest[0] in ("-h", "--help")):
+        return name, rest
+    if name in GROUPS:
+        known = [other.removeprefix(f"{name} ") for other in COMMANDS if other.startswith(f"{name} ")]
+        raise ValueError(f"there is no command {' '.join(words[:2])!r}; specdec {name} has {', '.join(known)}")
+    near = difflib.get_close_matches(name, [*COMMANDS, *GROUPS], 1)
+    near = [CHAT[name]] if name in CHAT else near
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(f"there is no command {name!r}; {meant}specdec --help lists all")
 
 
 def installation() -> str:
@@ -86,22 +83,31 @@ def installation() -> str:
 
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
-    name, rest = split((sys.argv[1:] if argv is None else argv) or ["--help"])
-    if name in ("-h", "--help", "help"):
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if words[0] in ("-h", "--help", "help"):
         print(overview())
         return
-    if name == "lab" and (not rest or rest[0] in ("-h", "--help")):
-        print(overview(lab=True))
+    if words[0] == "--version":
+        print(__version__ if words[1:] != ["--verbose"] else installation())
         return
-    if name == "lab":
-        raise ValueError(f"there is no command {'lab ' + rest[0]!r}; specdec lab --help lists all")
-    if name == "--version":
-        print(__version__ if rest != ["--verbose"] else installation())
+    name, rest = split(words)
+    if name in GROUPS:
+        print(overview(name))
         return
-    if name not in COMMANDS:
-        raise ValueError(f"there is no command {name!r}; {nearest(name)}specdec --help lists all")
-    sys.argv = [f"specdec {name}", *rest]
-    import_module(COMMANDS[name][0]).main()
+    run(name, COMMANDS[name], rest)
+
+
+def run(name: str, command: Command, words: list[str]) -> None:
+    """Read the words after the name of a command, and run it."""
+    if command.conf:
+        from specdec.cli.hydra_entry import start  # which loads Hydra
+
+        start(name, command, words)
+        return
+    args = parse(name, words)
+    if "target" in args:
+        loading(name, args.target, getattr(args, "draft", None))
+    import_module(f"specdec.{command.module}").run(args)
 
 
 if __name__ == "__main__":

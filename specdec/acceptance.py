@@ -148,7 +148,7 @@ def read_acceptance(folder: Path) -> Acceptance | None:
         return Acceptance(tuple(sorted(map(_entry, measured), key=lambda row: row.temperature)), about)
     except ValueError as error:
         raise ValueError(
-            f"{file} holds no measured acceptance ({error}): remove it, or write it anew with specdec tree"
+            f"{file} holds no measured acceptance ({error}): remove it, or write it again with specdec tune tree"
         ) from None
 
 

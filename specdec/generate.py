@@ -6,17 +6,22 @@ so it can be called as the function.
 
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from specdec import api
-from specdec.cli.generate import main
+from specdec.__main__ import main
+
+if TYPE_CHECKING:
+    from specdec.api import Generation
 
 
 class _Generate(ModuleType):
-    def __call__(self, *args, **kwargs) -> api.Generation:
+    def __call__(self, *args, **kwargs) -> "Generation":
+        from specdec import api
+
         return api.generate(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Generate
 
 if __name__ == "__main__":
-    main()
+    main(["generate", *sys.argv[1:]])

@@ -20,6 +20,7 @@ from specdec.cli.reading import check_yaml, read_text
 from specdec.schema import shown
 
 CONF = Path(__file__).parent / "conf"
+GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 
 
 def names(group: str) -> list[str]:

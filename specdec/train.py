@@ -7,7 +7,7 @@ place, so it can be called as the function.
 import sys
 from types import ModuleType
 
-from specdec.training.train import main
+from specdec.__main__ import main
 
 
 class _Train(ModuleType):
@@ -20,4 +20,4 @@ class _Train(ModuleType):
 sys.modules[__name__].__class__ = _Train
 
 if __name__ == "__main__":
-    main()
+    main(["train", *sys.argv[1:]])

@@ -84,3 +84,10 @@ def drafter_path(target_path):
     drafter = eagle3.create(target, vocab=vocab)
     save_drafter(drafter, target_path.parent / "drafter", target)
     return target_path.parent / "drafter"
+
+
+@pytest.fixture(autouse=True)
+def no_first_line(monkeypatch):
+    """Leave out the line with which commands begin (`specdec.cli.commands.loading`): tests compare standard error."""
+    monkeypatch.setattr("specdec.__main__.loading", lambda *what: None)
+    monkeypatch.setattr("specdec.cli.hydra_entry.loading", lambda *what: None)

@@ -3,6 +3,8 @@
 import io
 import json
 import subprocess
+import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specdec import __main__ as entry
 from specdec.drafters import dflash, eagle, eagle3, medusa, mtp, ngram, pard, peagle
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.vocab import DraftVocab
@@ -82,6 +85,15 @@ def run_here(main, *words: str) -> subprocess.CompletedProcess:
         except SystemExit as end:
             code = end.code or 0
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+
+
+def main_of(name: str) -> Callable[..., None]:
+    """Return the `main` of a command, with the words that follow its name, or those of sys.argv."""
+
+    def main(words: list[str] | None = None) -> None:
+        entry.main([*name.split(), *(sys.argv[1:] if words is None else words)])
+
+    return main
 
 
 def is_running(number: int | str) -> bool:

@@ -11,7 +11,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from specdec import registry
-from specdec.__main__ import COMMANDS, LAB, split
+from specdec.__main__ import split
+from specdec.cli.commands import COMMANDS, parser_of, with_slots
+from specdec.cli.hydra_words import hydra_words
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = "specdec|drafters|trees|training|conf|scripts|tests|docs"
@@ -67,7 +69,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
 def test_every_command_is_listed():
     text = (ROOT / "docs" / "reference_commands.md").read_text(encoding="utf-8")
     for name in COMMANDS:
-        assert f"| `specdec {'lab ' if name in LAB else ''}{name}` |" in text
+        assert f"| `specdec {name}` |" in text
 
 
 def test_every_page_is_in_the_navigation():
@@ -85,9 +87,9 @@ def commands(page: Path) -> list[list[str]]:
 
 
 def understood(lines: list[list[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Names and words of the commands, also of those that `specdec jobs` runs. What its launchers take is theirs."""
+    """Names and words of the commands, also of those that `specdec lab jobs` runs, without those of launchers."""
     for name, rest in map(split, lines):
-        if name == "jobs":
+        if name == "lab jobs":
             cut = rest.index("--")
             yield from understood([[word.format(part=0, parts=1) for word in rest[cut + 1 :]]])
             rest = rest[:cut]
@@ -99,11 +101,11 @@ def understood(lines: list[list[str]]) -> Iterator[tuple[str, list[str]]]:
 def test_commands_are_understood(page):
     """Every flag and every setting is one that its command has."""
     for name, rest in understood(commands(page)):
-        module = importlib.import_module(COMMANDS[name][0])
+        command = COMMANDS[name]
         if "--cfg" in rest:
             continue
-        if hasattr(module, "parser"):
-            module.parser().parse_args(rest)
-        else:
+        if command.conf:
             with initialize_config_dir(str(registry.CONF), version_base="1.3"):
-                compose("train" if name == "estimate" else name, rest)
+                compose(command.conf, hydra_words(command.conf, command.words, {}, rest))
+        else:
+            parser_of(name).parse_args(with_slots(command, rest))

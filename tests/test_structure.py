@@ -17,21 +17,21 @@ LINKED = ("drafters", "trees", "training", "conf")  # folders that `specdec` lin
 ROOMS = [
     ["specdec.ranks", "specdec.threads", "specdec.vocabulary", "specdec.schema", "specdec.own"],
     ["specdec.cli.reading", "specdec.cli.signals"],
-    ["specdec.cli.limits"],
+    ["specdec.cli.limits", "specdec.sampling_settings"],
     [
         "specdec.structs",
         "specdec.acceptance",
         "specdec.machine",
         "specdec.registry",
         "specdec.cli.errors",
-        "specdec.cli.flags",
         "specdec.cli.files",
         "specdec.cli.lock",
         "specdec.cli.revision",
         "specdec.cli.terminal",
     ],
     ["specdec.cli.hydra_settings", "specdec.cli.hydra_parts"],
-    ["specdec.cli.hydra_entry"],
+    ["specdec.cli.flags"],
+    ["specdec.cli.parser"],
     ["specdec.ops"],
     ["specdec.model"],
     ["specdec.sampling"],
@@ -48,8 +48,8 @@ ROOMS = [
     ["specdec.training", "specdec.serve"],
     ["specdec.lab"],
 ]
-# Commands put the pieces together: these may import from every room, and only the lab imports them.
-COMPOSITION = ("specdec", "specdec.generate", "specdec.train", "specdec.cli", "specdec.drafters.formats.__main__")
+# Commands put the pieces together: these may import from every room, and nobody imports from them but the lab.
+COMPOSITION = ("specdec", "specdec.generate", "specdec.train", "specdec.cli")
 
 
 def module_name(path: Path) -> str:

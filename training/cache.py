@@ -1,4 +1,4 @@
-"""Cache the target's features (Hydra):  specdec cache target.path=... data.path=... out=FOLDER
+"""Cache the target's features (Hydra):  specdec train cache target.path=... data.path=... out=FOLDER
 
 Then `specdec train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
 say which hidden states are cached. The same command continues after an interruption: it checks the existing shards,
@@ -10,7 +10,6 @@ takes: its files of hidden states are read, and of the target here only embeddin
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -23,14 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder, write_text, write_whole
-from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.model.target import Target
 from specdec.model.weight_files import read_json
 from specdec.remote import Remote
-from specdec.training.build import build_drafter, from_checkpoint
+from specdec.training.build import build_drafter
 from specdec.training.data import Batches, Sample, hold_out, load_samples
 from specdec.training.features.feature_cache import (
     MANIFEST,
@@ -49,8 +46,6 @@ from specdec.training.features.vllm_files import VllmStates
 from specdec.training.objectives.losses import pieces
 from specdec.training.objectives.teacher import read_teacher
 from specdec.training.train import all_settings, load_some
-
-FLAG = "--from-vllm"
 
 
 class FeatureCacheWriter:
@@ -209,7 +204,6 @@ def read_states(config: DictConfig, target: Target, taps: tuple[int, ...], sampl
     return states
 
 
-@one_sentence_errors
 def run(config: DictConfig) -> None:
     (settings, _), out, keep = all_settings(config), Path(config.out), read_keep(config.keep)
     check_sources(config)
@@ -236,15 +230,3 @@ def run(config: DictConfig) -> None:
         "seconds": round(time.monotonic() - start, 1),
     }
     print(json.dumps(report))
-
-
-def main() -> None:
-    """`--from-vllm FOLDER` is from_vllm=FOLDER."""
-    if FLAG in sys.argv[1:-1]:
-        at = sys.argv.index(FLAG)
-        sys.argv[at : at + 2] = [f"from_vllm={sys.argv[at + 1]}"]
-    hydra_command(run, "cache", rewrite=from_checkpoint)()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Count tokens and write the most frequent ones as an FR-Spec token map (arXiv 2502.14856).
 
-    specdec count --data answers.jsonl --size 4096 --out map.json
-    specdec count --target TARGET --text corpus.txt --size 32768 --out freq_32768.pt
+    specdec data count --data answers.jsonl --size 4096 --out map.json
+    specdec data count --target TARGET --text corpus.txt --size 32768 --out freq_32768.pt
 
 Of --data, conversations in ShareGPT or OpenAI form, the answers count; the target's own, from `training.regenerate`,
 are best. Of --text, plain text files, everything counts. Tokens that end a text are always in the map. The map is a
@@ -16,9 +16,7 @@ from pathlib import Path
 import torch
 
 from specdec.api import DEMO_TARGET
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import check_writable, write_whole
-from specdec.cli.flags import command_parser
+from specdec.cli.files import write_whole
 from specdec.cli.reading import read_text
 from specdec.model.loader import load_texts
 from specdec.training.data import count_tokens, read_conversations, tokenise
@@ -59,25 +57,8 @@ def write(ids: list[int], path: Path) -> None:
     write_whole(path, fill)
 
 
-def parser() -> argparse.ArgumentParser:
-    p = command_parser("count", __doc__, "(--data FILE ... | --text FILE ...) --size N --out FILE [options]")
-    p.add_argument("--target", default=DEMO_TARGET, help="whose tokenizer (default: the bundled demo)")
-    p.add_argument("--data", type=Path, nargs="*", default=[], help="conversations: what the assistant says counts")
-    p.add_argument("--text", type=Path, nargs="*", default=[], help="text files: everything counts")
-    p.add_argument("--size", type=int, required=True, help="tokens in the map")
-    p.add_argument("--out", type=Path, required=True, help="the map: .json or .pt")
-    return p
-
-
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    if not args.data and not args.text:
-        raise ValueError("nothing to count: give --data with conversations or --text with text files")
-    if args.out.suffix not in (".json", ".pt"):
-        raise ValueError(f"--out must end in .json or .pt, got {args.out}")
-    check_writable(args.out)
-    target = load_texts(args.target)
+def run(args: argparse.Namespace) -> None:
+    target = load_texts(args.target or DEMO_TARGET)
     if not len(target.eos) < args.size <= target.vocab:
         raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.vocab}, got {args.size}")
     counts = counts_of(target, args.data, args.text)
@@ -87,7 +68,3 @@ def main(argv: list[str] | None = None) -> None:
     print(
         json.dumps({"out": str(args.out), "tokens": int(counts.sum()), "size": len(ids), "coverage": round(share, 5)})
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Print what a run will take, before it starts:  specdec estimate SETTINGS-OF-TRAIN
+"""Print what a run will take, before it starts:  specdec train estimate SETTINGS-OF-TRAIN
 
 It prints disk, memory and time of training with these settings, and of a cache of the features. Counts are exact.
 Memory is printed twice: from shapes, and as measured in a real step on the largest batch. Times are those of three
@@ -14,10 +14,7 @@ from omegaconf import DictConfig
 from rich.table import Table
 
 from specdec import ranks
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.terminal import console
-from specdec.training.build import from_checkpoint
 from specdec.training.data import Batches
 from specdec.training.features.feature_cache import STORES, Form, shard_bounds
 from specdec.training.loop.footprint import shared_target, spread_target, step_bytes
@@ -160,7 +157,6 @@ def print_report(report: dict) -> None:
     console(120).print(table)
 
 
-@one_sentence_errors
 def run(config: DictConfig) -> None:
     config.trainer.logger = None
     before = process_memory("VmRSS") if config.device == "cpu" else 0
@@ -172,9 +168,3 @@ def run(config: DictConfig) -> None:
     for warning in warnings(report):
         print(f"warning: {warning}", file=sys.stderr)
     print(json.dumps(report))
-
-
-main = hydra_command(run, "train", "specdec estimate", rewrite=from_checkpoint)
-
-if __name__ == "__main__":
-    main()

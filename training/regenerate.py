@@ -1,7 +1,7 @@
 """Let the target answer the prompts of a data set, so that a drafter learns what the target itself would say.
 
-    specdec regenerate --target T --prompts conversations.jsonl --out answers.jsonl
-    specdec regenerate --server URL --target T --prompts conversations.jsonl --out answers.jsonl
+    specdec data regenerate --target T --prompts conversations.jsonl --out answers.jsonl
+    specdec data regenerate --server URL --target T --prompts conversations.jsonl --out answers.jsonl
 
 With --server a server with OpenAI's interface answers (vLLM, SGLang or `specdec serve`), however large it is and
 on however many GPUs. Of T only the tokenizer is read, and the server gets token ids.
@@ -16,7 +16,6 @@ import hashlib
 import itertools
 import json
 import random
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,9 +23,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET, ModelSettings
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.flags import add_flags, command_parser, read_flags
 from specdec.cli.lock import only_writer
+from specdec.cli.parser import read_flags
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_texts
 from specdec.model.target import Target
@@ -205,69 +203,17 @@ def _write(
         return [shards.path(shard) for shard in range(shards.first, shards.end)]
 
 
-def parser() -> argparse.ArgumentParser:
-    p = command_parser("regenerate", __doc__, "--prompts DATA --out FILE [options]")
-    data = p.add_argument_group("prompts and answers")
-    data.add_argument(
-        "--prompts",
-        required=True,
-        metavar="DATA",
-        help="conversations (.json, .jsonl, .jsonl.xz, .parquet), lines (.txt), a data set of the hub, or the name of "
-        "a preset in conf/data",
-    )
-    data.add_argument("--split", help="of a data set")
-    data.add_argument("--bad", choices=("error", "skip"), default="error", help="what an unusable record does")
-    data.add_argument("--out", type=Path, required=True, help="a .jsonl file")
-    data.add_argument("--shard-size", type=int, help="answers per file (default: all in one)")
-    data.add_argument("--part", metavar="K/N", help="do one of N parts, the first is 0, as one of several jobs")
-    data.add_argument("--limit", type=int, help="answer this many prompts only")
-    data.add_argument(
-        "--turns", choices=("first", "all"), default="first", help="answer the first question of a conversation or all"
-    )
-    data.add_argument("--samples", type=int, default=1, help="answers per prompt (default 1)")
-    data.add_argument("--max-new-tokens", type=int, default=256, help="of an answer (default 256)")
-    data.add_argument("--batch-size", type=int, default=64, help="prompts answered together (default 64)")
-    add_flags(p.add_argument_group("target"), ModelSettings, "target", "dtype", "device")
-    remote = p.add_argument_group("a server that has the target")
-    remote.add_argument(
-        "--server", metavar="URL", help="of OpenAI's interface; then --target gives the tokenizer alone"
-    )
-    remote.add_argument("--model", help="the model's name there (default: the first that the server names)")
-    remote.add_argument("--requests", type=int, default=32, help="so many at once (default 32)")
-    sample = p.add_argument_group("sampling")
-    add_flags(sample, Sampling)
-    sample.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
-    return p
-
-
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    sampling = read_flags(Sampling, args)
-    if args.out.suffix != ".jsonl":
-        raise ValueError(f"--out {args.out}: answers are JSON lines, so the name must end in .jsonl")
-    if args.samples > 1 and sampling.greedy:
-        raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
-    if args.server is None and args.model is not None:
-        raise ValueError("--model names a model of --server")
-    part = None if args.part is None else read_part(args.part)
+def run(args: argparse.Namespace) -> None:
+    sampling, part = read_flags(Sampling, args), args.part
     mine = args.out if part is None else args.out.with_name(f"{args.out.stem}.part-{part[0]}-of-{part[1]}")
     with only_writer(mine):
         answer_all(args, sampling, part)
 
 
-def read_part(text: str) -> tuple[int, int]:
-    """'2/4' -> (2, 4). Raises ValueError for anything else."""
-    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
-    if found is None or int(found[1]) >= int(found[2]):
-        raise ValueError(f"--part is K/N, such as 0/4 for the first of 4 parts, and not {text!r}")
-    return int(found[1]), int(found[2])
-
-
 def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, int] | None = None) -> None:
     """Read the prompts, and answer them into --out, which is locked meanwhile. part: (2, 4) is the third of
     4 jobs, which take the files in turn; without --shard-size there is a file for each."""
-    server = Remote(args.server, args.model) if args.server is not None else None
+    server = Remote(args.server, args.served_model_name) if args.server is not None else None
     target = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
     tally, record = Tally(args.bad), record_of(args.out)
     day = begun_on(record, today=True) if writes_date(target.tokenizer) else None
@@ -294,7 +240,3 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
         if files
         else f"part {number} of {parts} has no file to write"
     )
-
-
-if __name__ == "__main__":
-    main()

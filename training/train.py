@@ -4,6 +4,7 @@ Every setting is in conf/train.yaml and its groups; `specdec train --cfg job` pr
 """
 
 import json
+import shlex
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,9 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from specdec import own, ranks
 from specdec.api import DEMO_TARGET
-from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import no_empty_folder, output_folder, write_text
-from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
 from specdec.drafters.formats import family_of
@@ -28,7 +27,7 @@ from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
 from specdec.model.target import Target
-from specdec.training.build import build_drafter, from_checkpoint, instantiate
+from specdec.training.build import build_drafter, instantiate
 from specdec.training.data import Batches, hold_out, load_samples
 from specdec.training.data.shards import begun_on
 from specdec.training.features.feature_cache import FeatureCache
@@ -86,7 +85,9 @@ def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPoli
     """Return the settings of a run without the target's layers, which decodes nothing. Raises ValueError for settings
     that need the layers."""
     if not config.data.cache:
-        raise ValueError("whole_target=false leaves the target's layers out: give data.cache=FOLDER of specdec cache")
+        raise ValueError(
+            "whole_target=false leaves the target's layers out: give data.cache, the folder of specdec train cache"
+        )
     if on_policy.share > 0 or trainer.prompts not in (None, HELDOUT):
         raise ValueError("whole_target=false decodes nothing: leave out data.on_policy and trainer.prompts")
     print("note: whole_target=false: tau is not decoded, only expected from the held-out features", file=sys.stderr)
@@ -164,7 +165,6 @@ def warn_of_servers(drafter, target: Target) -> None:
         print(f"warning: {said}")
 
 
-@one_sentence_errors
 def run(config: DictConfig) -> None:
     """A run that a signal stops is saved, and ends the process with 128 + its number, as shells have it."""
     trainer = run_through(config)
@@ -206,9 +206,10 @@ def draft_of(trainer: Trainer) -> str:
 def what_next(config: DictConfig, draft: str) -> str:
     """The command that shows the trained drafter: a target that is not whole decodes in a server only."""
     if not config.whole_target:
-        return f"doctor export {draft} FOLDER --for vllm --target {config.target.path or DEMO_TARGET}"
-    whose = f" --target {config.target.path}" if config.target.path else ""
-    return f"generate{whose} --draft {draft} --prompt-file FILE --limit 20 --compare"
+        target = str(config.target.path or DEMO_TARGET)
+        return shlex.join(["checkpoint", "export", draft, "FOLDER", "--for", "vllm", "--target", target])
+    whose = ["--target", config.target.path] if config.target.path else []
+    return shlex.join(["generate", *whose, "--draft", draft, "--prompts", "FILE", "--limit", "20", "--compare"])
 
 
 def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> Trainer:
@@ -235,9 +236,3 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": draft_of(trainer), "seconds": round(trainer.seconds, 1)}))
     return trainer
-
-
-main = hydra_command(run, "train", rewrite=from_checkpoint)
-
-if __name__ == "__main__":
-    main()

@@ -15,19 +15,18 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specdec import own, registry
-from specdec.children import KINDS
 from specdec.contracts import TreePolicy
 from specdec.schema import check_value, named_arguments, shown, typed
 from specdec.trees.base import WORDS, Tree, shape_of
 from specdec.trees.bounds import check_chains, check_shape
 from specdec.trees.chain import Chain
 from specdec.trees.checked import checked
-from specdec.trees.dynamic import NODES, DynamicTree
+from specdec.trees.dynamic import DynamicTree
 from specdec.trees.sampled import SampledTree
 from specdec.trees.static import StaticTree
 
@@ -72,9 +71,12 @@ def make_tree(
     return DynamicTree(topk, steps, num_draft_tokens)
 
 
-def tree_of_settings(settings: Mapping[str, int | None]) -> Tree:
-    """Return the tree of topk, steps and num_draft_tokens among a command's settings. A chain has steps + 1 nodes,
-    whatever num_draft_tokens says, as that may be the default."""
+def tree_of_settings(settings: Mapping[str, Any]) -> Tree:
+    """Return the tree of a command's settings: `draft_tree`, or else topk, steps and num_draft_tokens.
+
+    A chain has steps + 1 nodes, whatever num_draft_tokens says, as that may be the default."""
+    if settings["draft_tree"] is not None:
+        return parse_tree(settings["draft_tree"])
     topk, steps, nodes = (settings[name] for name in WORDS)
     return make_tree(topk, steps, None if topk == 1 else nodes)
 
@@ -118,26 +120,16 @@ def grid(
     return list(dict.fromkeys(texts))
 
 
-def _option(text: str, default: object = None, **flag) -> Any:
-    return field(default=default, metadata={"help": text} | flag)
-
-
 @dataclass(frozen=True)
 class TreeSettings:
     """A tree as command lines and settings files name it. Fields that are None are left out."""
 
-    steps: int | None = _option(f"levels (default {STEPS})")
-    topk: int | None = _option(f"nodes expanded on a level, children of each (default {TOPK}); 1: a chain")
-    num_draft_tokens: int | None = _option(f"nodes that the target verifies, the root counted (default {NODES})")
-    sample_draft: bool = _option("topk chains of steps tokens, whose tokens can be drawn from the drafter", False)
-    children: str | None = _option(
-        "above temperature 0: likeliest, coupled or drawn (default: by the rule)", choices=KINDS, metavar="KIND"
-    )
-    tree: str | None = _option(
-        f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; a file with `paths`; "
-        "your own FILE.py:NAME",
-        metavar="TREE",
-    )
+    steps: int | None = None
+    topk: int | None = None
+    num_draft_tokens: int | None = None
+    sample_draft: bool = False
+    children: str | None = None
+    tree: str | None = None
 
     @property
     def automatic(self) -> bool:
@@ -166,7 +158,7 @@ def load_tree(file: str | os.PathLike) -> StaticTree:
     paths = content.pop("paths", None) if isinstance(content, dict) else None
     if not isinstance(paths, list):
         raise ValueError(
-            f"{file} holds no static tree: it has no list `paths`. `specdec tree` writes one; a dynamic tree is "
+            f"{file} holds no static tree: it has no list `paths`. `specdec tune tree` writes one; a dynamic tree is "
             "given as topk/steps/num_draft_tokens, such as 4/5/16"
         )
     kind = content.pop("_target_", StaticTree.__name__)

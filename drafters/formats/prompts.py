@@ -1,4 +1,4 @@
-"""What `specdec doctor check` asks the target, unless it is given other prompts."""
+"""What `specdec checkpoint check` asks the target, unless it is given other prompts."""
 
 PROMPTS = [
     "What are some good ways to learn a new language?",

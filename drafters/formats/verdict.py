@@ -1,8 +1,8 @@
-"""What `specdec doctor check` prints: a table for each round, an explanation of its numbers, and the result."""
+"""What `specdec checkpoint check` prints: a table for each round, an explanation of its numbers, and the result."""
 
 import textwrap
 
-from specdec.cli.flags import help_width
+from specdec.cli.parser import help_width
 from specdec.drafters.formats.check import HARDLY, LEVEL, Outcome, Report
 
 COLUMNS = "{:>5}  {:13} {:17} {:9}{}"
@@ -106,7 +106,7 @@ def verdict(report: Report) -> str:
     furthest = max(abs(outcome.gain) + outcome.margin for outcome in rivals)
     return (
         f"{text} No significant difference from it: {names}. On these answers they are within {furthest:.3f} nats per "
-        "token of it, so which of them the drafter was trained with cannot be seen here; more answers (--prompt-file, "
+        "token of it, so which of them the drafter was trained with cannot be seen here; more answers (--prompts, "
         "--max-new-tokens) show smaller differences."
     )
 

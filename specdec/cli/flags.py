@@ -1,148 +1,29 @@
-"""Command-line flags from the fields of dataclasses, which define a setting's name, type, default and help once.
+"""The table of flags: each name means the same in every command. `specdec.cli.commands` lists who takes which.
 
-A field has its help in `field(default=..., metadata={"help": "..."})`; `choices` and `metavar` are further keys.
+A command may give a flag of its own help or default, and its own type where the flag takes a list.
 """
 
 import argparse
-import difflib
-import math
-import re
-import shutil
-import textwrap
-import types
-from collections.abc import Collection
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar, get_args, get_origin
+from typing import Any, NamedTuple
 
-from specdec.cli.limits import LIMITS
-from specdec.schema import check_value
-
-Settings = TypeVar("Settings")
-FREE_TEXT = ("prompt", "stop")  # flags that check themselves what a text may be
+from specdec import registry
 
 
-def help_width() -> int:
-    """Columns of a help text: the terminal's, at most 100."""
-    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+class Flag(NamedTuple):
+    """A flag. The parser appends the default to the help, unless the help names it."""
 
-
-def reflow(text: str, width: int) -> str:
-    """A docstring in lines of at most `width` columns. Lines that are indented, such as examples, stay as they are."""
-    paragraphs = text.strip().split("\n\n")
-    return "\n\n".join(p if p.startswith(" ") else textwrap.fill(p, width) for p in paragraphs)
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """Flags and their help side by side, and descriptions with their paragraphs and examples."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=30, width=help_width())
-        self._action_max_length = 12  # argparse leaves no room for the names of sub-commands
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return reflow(text, width)
-
-    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        kinds = {None: "NAME", str: "NAME", int: "N", float: "X", Path: "FILE", whole_numbers: "N,N,..."}
-        return kinds.get(action.type) or super()._get_default_metavar_for_optional(action)
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse's, which also refuses an empty text, as of a shell variable that is not set, a number that is none, and
-    one outside of `Limits`."""
-
-    def parse_args(self, args=None, namespace=None):
-        given, rest = self.parse_known_args(args, namespace)
-        if rest:
-            raise ValueError(self._asked(given)._nobodys(rest[0]))
-        return given
-
-    def _asked(self, given: argparse.Namespace) -> "Parser":
-        """Return the parser of the sub-command that was given, or this one without sub-commands."""
-        groups = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
-        return next((group.choices[getattr(given, group.dest)] for group in groups), self)
-
-    def _nobodys(self, word: str) -> str:
-        """Return the error for a word that belongs to no flag."""
-        if word.startswith("-"):
-            flag = word.partition("=")[0]
-            near = difflib.get_close_matches(flag, self._option_string_actions, 2)
-            return f"there is no flag {flag}; " + (
-                f"there is {' and '.join(near)}" if near else f"{self.prog} --help lists all"
-            )
-        return f"{word} belongs to no flag: a text with spaces needs quotes around it, ' or \""
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]):
-        if action.option_strings and arg_strings == ["--"]:  # argparse would take it for no value at all
-            raise ValueError(f"{action.option_strings[-1]} takes a value, and '--' is none")
-        return super()._get_values(action, arg_strings)
-
-    def _get_value(self, action: argparse.Action, arg_string: str):
-        flag = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
-        if not arg_string.strip() and action.dest not in FREE_TEXT:
-            raise ValueError(
-                f"{flag} is empty: is a variable of the shell not set? Leave the flag out, or give a value"
-            )
-        value = super()._get_value(action, arg_string)
-        for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, float) and not math.isfinite(number):
-                raise ValueError(f"{flag} must be a finite number, got {number}")
-            if isinstance(number, int | float) and action.dest in LIMITS:
-                check_value(LIMITS[action.dest], number, flag)
-        return value
-
-
-def command_parser(name: str, description: str, usage: str = "[options]") -> argparse.ArgumentParser:
-    """The parser of `specdec NAME`. description: a module's docstring will do. usage: what follows the name."""
-    prog = f"specdec {name}"
-    parser = Parser(
-        prog=prog,
-        usage=f"{prog} {usage}",
-        description=description,
-        formatter_class=HelpFormatter,
-        add_help=False,
-    )
-    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a group of its own takes three lines
-    return parser
-
-
-def kind_of(setting: Field) -> type:
-    """The type of a field's values, None left out: `int | None` is int."""
-    if get_origin(setting.type) is types.UnionType:
-        return next(kind for kind in get_args(setting.type) if kind is not types.NoneType)
-    return setting.type
-
-
-def add_flags(
-    group: argparse._ActionsContainer, settings: type, *names: str, required: Collection[str] = (), **defaults
-) -> None:
-    """A flag for each field of the dataclass `settings`, or for those in `names`, in their order.
-
-    `defaults` take the place of the fields' own."""
-    known = {f.name: f for f in fields(settings)}
-    for name in names or known:
-        setting, kind = known[name], kind_of(known[name])
-        how = {"help": setting.metadata.get("help")}
-        if name in required:  # its default is never used
-            how["help"] = re.sub(r" \(default[^)]*\)", "", how["help"] or "")
-        if kind is bool:
-            how["action"] = "store_true"
-        else:
-            default = None if setting.default is MISSING else setting.default
-            how |= {"type": kind, "default": defaults.get(name, default), "required": name in required}
-            how |= {key: setting.metadata[key] for key in ("choices", "metavar") if key in setting.metadata}
-        group.add_argument(f"--{name.replace('_', '-')}", **how)
-
-
-def read_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
-    """The dataclass with what the flags say; fields without a flag keep their defaults. Raises what it raises."""
-    given = vars(args)
-    return settings(**{f.name: given[f.name] for f in fields(settings) if f.name in given})
+    help: str
+    kind: Callable[[str], Any] = str  # bool: a switch without a value
+    default: Any = None
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    nargs: str | None = None  # "+": several values after one flag; "append": the flag may be repeated
 
 
 def whole_numbers(text: str) -> list[int]:
-    """A flag's type: '1,2,4' -> [1, 2, 4], in ascending order, each once."""
+    """Read '1,2,4' as [1, 2, 4], in ascending order, each number once."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -150,3 +31,154 @@ def whole_numbers(text: str) -> list[int]:
     if numbers[0] < 1:
         raise argparse.ArgumentTypeError(f"wants numbers of at least 1, got {numbers[0]}")
     return numbers
+
+
+def rates(text: str) -> list[float]:
+    """Read '0.5,2' as [0.5, 2.0], all positive."""
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0:
+        raise argparse.ArgumentTypeError(f"wants positive numbers with commas between them, and not {text!r}")
+    return found
+
+
+def names(text: str) -> list[str]:
+    """Read 'a,b' as ['a', 'b']."""
+    return [part.strip() for part in text.split(",")]
+
+
+MODELS = {
+    "target": Flag("folder or hub name of the target (default: demo/target)"),
+    "draft": Flag("folder, hub name, demo/NAME, ngram or ngram:suffix (default: demo/mtp)"),
+    "token_map": Flag("the drafter proposes these tokens only (FR-Spec): .json or .pt", Path),
+    "feedback": Flag("of MTP heads in a target: before or after the norm", choices=("pre", "post")),
+    "draft_dtype": Flag("of the drafter: bf16, fp16, fp32, int8 (default: the target's)",
+                        choices=("bf16", "fp16", "fp32", "int8"), metavar="NAME"),
+    "allow_nonfinite": Flag("load weights that hold NaN or Inf", bool),
+    "dtype": Flag("auto (fp32 on the CPU, else the target's), fp32, fp16, bf16", default="auto"),
+    "matmul_precision": Flag("of fp32 products: highest (default), high, medium (rows in bf16)",
+                             choices=("highest", "high", "medium"), metavar="NAME"),
+    "device": Flag("cpu, cuda, cuda:1, ...", default="cpu"),
+    "tp_plan": Flag("auto: the processes of torchrun share the target (docs/scale.md)", choices=("auto",)),
+    "device_map": Flag("auto: spread the target over GPUs, memory and disk; or a .json file"),
+}  # fmt: skip
+SAMPLING = {
+    "temperature": Flag("0 (default) is greedy", float, 0.0),
+    "top_k": Flag("keep the N most likely tokens; 0 (default) is off", int, 0),
+    "top_p": Flag("keep the most likely tokens of mass X; 1 (default) is off", float, 1.0),
+    "min_p": Flag("drop tokens below X times the most likely; 0 (default) is off", float, 0.0),
+    "repetition_penalty": Flag("of prompt and output; 1 (default) is off", float, 1.0),
+    "presence_penalty": Flag("of the output, -2 to 2; 0 (default) is off", float, 0.0),
+    "frequency_penalty": Flag("the same, for each occurrence; 0 (default) is off", float, 0.0),
+}
+TREE = {
+    "steps": Flag("levels (default 5)", int),
+    "topk": Flag("nodes expanded on a level, children of each (default 4); 1: a chain", int),
+    "num_draft_tokens": Flag("nodes that the target verifies, the root counted (default 16)", int),
+    "sample_draft": Flag("topk chains of steps tokens, whose tokens can be drawn from the drafter", bool),
+    "children": Flag("above temperature 0: likeliest, coupled or drawn (default: by the rule)",
+                     choices=("likeliest", "coupled", "drawn"), metavar="KIND"),
+    "tree": Flag(f"instead: auto (default), the fastest; as 1/3/4; {', '.join(registry.names('tree'))}; "
+                 "a file with `paths`; your own FILE.py:NAME", metavar="TREE"),
+}  # fmt: skip
+RULE = {
+    "verifier": Flag("match (default), block, rejection, sglang, typical, or your own FILE.py:NAME; block and "
+                     "rejection need --sample-draft; lossy: typical, sglang with a threshold"),
+    "verifier_args": Flag("its settings, such as epsilon=0.09,alpha=0.3 or threshold_acc=0.9", metavar="K=X,..."),
+}  # fmt: skip
+FLAGS = MODELS | SAMPLING | TREE | RULE | {
+    # What is decoded
+    "prompt": Flag("one prompt", metavar="TEXT"),
+    "prompts": Flag("a prompt a line; or .jsonl with `prompt`, `turns` or `messages`", Path),
+    "limit": Flag("use this many prompts only", int),
+    "chat": Flag("talk to the target, with history", bool),
+    "raw": Flag("do not apply the chat template", bool),
+    "max_new_tokens": Flag("of an answer", int, 128),
+    "stop": Flag("end before this text; may be given repeatedly", metavar="TEXT", nargs="append"),
+    "json_schema": Flag("answer in JSON that this schema describes", Path),
+    "batch_size": Flag("prompts of --prompts decoded together", int, 1),
+    "seed": Flag("of all draws", int, 0),
+    # How
+    "no_draft": Flag("decode without a drafter", bool),
+    "no_graphs": Flag("on a GPU: do not replay rounds as CUDA graphs", bool),
+    "compile": Flag("compile the rounds: once, and kept (docs/compile.md)", bool),
+    "settings": Flag("YAML of flags, as specdec tune writes; typed flags override it", Path),
+    "recalibrate": Flag("for --tree auto: measure again what rounds cost here", bool),
+    "adaptive": Flag("draft by the load: table, ema, survival"),
+    # Output
+    "out": Flag("the file that is written", Path),
+    "json": Flag("one JSON object as the last line, instead of lines for people", bool),
+    "show_trees": Flag("draw every tree, accepted nodes starred", bool),
+    "compare": Flag("decode without a drafter too: ratio of speeds; identical?", bool),
+    "trace": Flag("write a trace of every round (docs/trace.md) there", Path, metavar="FOLDER"),
+    "logprobs": Flag("with --json: log-probabilities of the emitted tokens", bool),
+    "chart": Flag("throughput against interactivity, PNG", Path),
+    # Data
+    "data": Flag("a file, a data set of the hub, or the name of a preset in conf/data", metavar="DATA"),
+    "split": Flag("of a data set"),
+    "bad": Flag("what a record that cannot be used does", default="error", choices=("error", "skip")),
+    "shard_size": Flag("answers per file (default: all in one)", int),
+    "part": Flag("do one of N parts, the first is 0, as one of several jobs", metavar="K/N"),
+    "turns": Flag("answer the first question of a conversation or all", default="first", choices=("first", "all")),
+    "samples": Flag("answers per prompt", int, 1),
+    "skip": Flag("begin after this many conversations", int, 0),
+    "max_length": Flag("tokens; longer conversations are cut", int, 2048),
+    "text": Flag("text files: everything counts", Path, (), nargs="*"),
+    "size": Flag("tokens in the map", int),
+    # A server, ours or another one
+    "server": Flag("of OpenAI's interface", metavar="URL"),
+    "served_model_name": Flag("the model's name there (default: the first that the server names)", metavar="NAME"),
+    "requests": Flag("so many at once", int, 32),
+    "plain_server": Flag("compare with this server, which does not speculate", metavar="URL"),
+    "host": Flag("address to listen at (default 127.0.0.1: this machine)", default="127.0.0.1"),
+    "port": Flag("0 takes a free one (default 8000)", int, 8000),
+    "api_key": Flag("what clients must send (default: $SPECDEC_API_KEY, else nothing)", metavar="KEY"),
+    "allowed_hosts": Flag("its names, commas between, or * (default: by --host)", metavar="NAMES"),
+    "cors_origins": Flag("web pages that may call, commas between, or *", metavar="URLS"),
+    "grace": Flag("seconds to finish in when stopped", float, 30.0),
+    "stream_interval": Flag("tokens of a stream's event (default: those of a step)", int),
+    "per_request_spec_decode_metrics": Flag("none (default), summary, detailed: acceptance in responses",
+                                            default="none", metavar="HOW", choices=("none", "summary", "detailed")),
+    "enable_prompt_tokens_details": Flag("report cached prompt tokens in the usage of a response", bool),
+    "room": Flag("tokens of a text, prompt included (default: the context, 4096)", int),
+    "queue": Flag("sequences that may wait for a row", int, 256),
+    "prefill_chunk": Flag("of prompts read between two rounds (default 256, on a GPU 2048)", int, metavar="TOKENS"),
+    "prefix_cache": Flag("memory for prompts that others begin like", int, 256, metavar="MIB"),
+    "max_n": Flag("texts of one response", int, 16),
+    "max_seconds": Flag("of a request, queue included (default: no limit)", float),
+    "max_body": Flag("bytes of a request", int, 4 << 20),
+    # Measurements
+    "tries": Flag("settings that are decoded with", int, 4),
+    "repeats": Flag("of decoding and of measured rounds", int, 3),
+    "remeasure": Flag("do not use stored measurements", bool),
+    "keep": Flag("write acceptance.json into the drafter's folder, for --tree auto", bool),
+    "draws": Flag("for each rule, tree and sampling", int, 100_000),
+    "self_test": Flag("break the rules, one token in 1,000: is it found?", bool),
+    "traces": Flag("a folder that --trace wrote", Path, metavar="TRACE", nargs="+"),
+    "level": Flag("of the confidence intervals", float, 0.95),
+    "resamples": Flag("of the bootstrap over questions", int, 1000),
+    "timeout": Flag("seconds of a request at most", float, 600.0),
+    "completions": Flag("ask for completions, not in chats", bool),
+    "range_ratio": Flag("let --max-new-tokens vary by so large a share", float, 0.0),
+    "ignore_eos": Flag("answers have exactly so many tokens", bool),
+    "concurrency": Flag("so many at a time (default 1,8,32)", whole_numbers),
+    "rate": Flag("instead: so many a second, at random", rates, metavar="X,X,..."),
+    "warm_up": Flag("requests before each load, not counted", int, 4),
+    # Checkpoints
+    "to": Flag("the layout", metavar="LAYOUT"),
+    "int8": Flag("round matrices to int8, a scale a row; only specdec reads it", bool),
+    "for": Flag("the server that loads it", choices=("sglang", "vllm")),
+}  # fmt: skip
+
+# A name that users of other programs type, or that a flag had: what it is here.
+MEANT = {
+    "model": "target", "target_model": "target", "base_model": "target", "drafter": "draft", "draft_model": "draft",
+    "speculative_draft_model_path": "draft", "assistant": "draft", "prompt_file": "prompts", "questions": "prompts",
+    "input": "prompts", "dataset": "data", "max_tokens": "max_new_tokens", "num_prompts": "limit", "count": "limit",
+    "num_samples": "limit", "output": "out", "output_dir": "out", "speculative_num_steps": "steps",
+    "num_speculative_tokens": "steps", "speculative_eagle_topk": "topk", "speculative_num_draft_tokens":
+    "num_draft_tokens", "torch_dtype": "dtype", "base_url": "server", "url": "server", "random_seed": "seed",
+    "top_n": "topk", "rule": "verifier", "n": "samples",
+}  # fmt: skip

@@ -4,6 +4,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,7 @@ from specdec.cli.limits import LIMITS
 from specdec.cli.reading import check_yaml, read_text
 from specdec.schema import check_value, parameters, shown
 
-HYDRA_FLAGS = (  # of which argparse takes the beginning too
-    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
-    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
-)
-GROUPS = sorted(folder.name for folder in registry.CONF.iterdir() if folder.is_dir())
+QUOTES = "quote a value with spaces, brackets or commas, as in \"data.path='my file.jsonl'\""
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 WORDED = ("taps",)  # numbers that may be a word, which the drafter reads
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
@@ -42,7 +39,11 @@ def check_settings(settings: Mapping[str, Any], config: str) -> None:
     own.pop("hydra", None)
     defaults = own | {group: _group(group) for group in groups if "/" not in group and " " not in group}
     _names("", settings, defaults)
-    for name, value in settings.items():
+
+    def built(entry: tuple[str, Any]) -> bool:  # by a class, which is imported to check it, and with it torch: last
+        return isinstance(entry[1], Mapping) and "_target_" in entry[1]
+
+    for name, value in sorted(settings.items(), key=built):
         if name in FIXED and not isinstance(value, Mapping | str | None):
             raise ValueError(f"{name} must be a mapping or the name of a file in conf/{name}, got {shown(value)}")
         _check_targets(name, value)
@@ -94,19 +95,6 @@ def _known_names(config: str) -> Iterator[str]:
             yield group
             for name in registry.names(group):
                 yield from walk(f"{group}.", registry.settings(group, name))
-
-
-def check_words(arguments: Sequence[str]) -> None:
-    """Raise ValueError for a word in the form of other commands: --data FILE, where Hydra has data.path=FILE."""
-    for word in arguments:
-        flag = word.partition("=")[0]
-        if flag.startswith("--") and not any(known.startswith(flag) for known in HYDRA_FLAGS):
-            raise ValueError(
-                f"there is no flag {flag}: settings are written NAME=VALUE, without dashes, such as data.path=FILE; "
-                "--help lists them"
-            )
-        if word.partition("=")[2].startswith("[") and flag in GROUPS:
-            raise ValueError(f"{flag} must be the name of a file in conf/{flag}, got {shown(word.partition('=')[2])}")
 
 
 def check_folders(arguments: Sequence[str]) -> None:
@@ -203,3 +191,23 @@ def _names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> N
         if name not in known and not name.startswith("_"):
             near = difflib.get_close_matches(name, known, 3) or sorted(known)
             raise ValueError(f"there is no setting {prefix}{name}; there is {', '.join(prefix + n for n in near)}")
+
+
+@contextmanager
+def settings_errors(config: str = "train") -> Iterator[None]:
+    """What Hydra finds wrong with settings is a user's mistake: a ValueError, and of its text the first line, with the
+    nearest names that there are in conf/CONFIG.yaml."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException) as error:
+        said = str(error).strip().split("\n")[0]
+        if said.startswith("Error parsing override"):
+            said += f": settings are written NAME=VALUE; {QUOTES}"
+        inner = re.match(r"Key '([^']+)' is not in struct", str(error.__cause__))
+        if inner and f"'{inner[1]}'" not in said and f".{inner[1]}'" not in said:  # in a mapping that was given
+            raise ValueError(f"{said.rstrip('.')}: it holds no {inner[1]!r}") from None
+        near = nearest_to(said, config)
+        raise ValueError(f"{said.rstrip('.')}. {near}" if near else said) from None

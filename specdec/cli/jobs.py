@@ -5,36 +5,32 @@ there are. Without a launcher the jobs run one after the other. docs/jobs.md has
 """
 
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from omegaconf import DictConfig
 
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.hydra_entry import hydra_command
+from specdec.cli.hydra_words import quoted
 
 LAUNCHERS = {"joblib": "hydra_joblib_launcher", "submitit": "hydra_submitit_launcher"}  # how names begin -> package
 
 
-@one_sentence_errors
 def run(config: DictConfig) -> None:
     """One job: the command, in a process of its own."""
     words = [word.replace("{parts}", str(config.parts)).replace("{part}", str(config.part)) for word in config.command]
     code = subprocess.run([sys.executable, "-m", "specdec", *words], check=False).returncode
     if code:
-        raise ValueError(f"job {config.part} of {config.parts} ended with exit code {code}: specdec {' '.join(words)}")
+        raise ValueError(
+            f"job {config.part} of {config.parts} ended with exit code {code}: specdec {shlex.join(words)}"
+        )
 
 
-start = hydra_command(run, "jobs")
-
-
-@one_sentence_errors
-def main() -> None:
-    words = sys.argv[1:]
-    if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
-        start()
-        return
+def prepare(words: Sequence[str]) -> list[str]:
+    """Return the words as Hydra reads them, with the command behind -- as a setting. Raises ValueError if there is no
+    command, no number of jobs, or no such launcher."""
     if "--" not in words or words[-1] == "--":
         raise ValueError(
             "write the command after --, as in: specdec lab jobs parts=2 -- sweep shards={parts} shard={part}"
@@ -49,15 +45,4 @@ def main() -> None:
     if package is not None and not (find_spec("hydra_plugins") and find_spec(f"hydra_plugins.{package}")):
         raise ValueError(f"hydra/launcher={launcher} is not installed: pip install 'specdec[jobs]'")
     parts = [] if "part" in given else [f"part=range({given['parts']})"]
-    sys.argv = [sys.argv[0], "--multirun", *before, *parts, f"command=[{','.join(map(quoted, command))}]"]
-    start()
-
-
-def quoted(word: str) -> str:
-    """A word as Hydra reads it, whatever it holds. A backslash is one there, except before a quotation mark."""
-    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), word)
-    return "'" + escaped.replace("${", "\\${") + "'"
-
-
-if __name__ == "__main__":
-    main()
+    return ["--multirun", *before, *parts, f"command=[{','.join(map(quoted, command))}]"]

@@ -1,5 +1,6 @@
 """The text on the terminal while it is decoded, and the trees that it comes from."""
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,7 +21,7 @@ class Screen(Observer):
         self.tokenizer, self.quiet, self.trees = target.tokenizer, quiet, trees
         self.reads = Reads.TREES if trees else Reads.TOKENS
         self.stream = TextStream(target.tokenizer, stops)
-        self.colour = sys.stdout.isatty()
+        self.colour = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
     def __call__(self, report: RoundReport) -> None:
         if self.trees and report.tree is not None:

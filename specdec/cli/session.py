@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specdec import ops, ranks
 from specdec.api import Generation, ModelSettings, Sampling, answer
-from specdec.cli.flags import read_flags
+from specdec.cli.parser import read_flags
 from specdec.cli.reading import parse_json, read_text
 from specdec.cli.screen import Screen
 from specdec.cli.signals import SharedSignals, StopSignals
@@ -164,7 +164,7 @@ def _obstacle(session: Session) -> str | None:
     if session.args.tp_plan is not None:
         return "it goes by measured times, which differ between processes that share a target"
     if session.drafter.acceptance is None:
-        return "this drafter has no acceptance.json; `specdec tree --keep` writes it"
+        return "this drafter has no acceptance.json; `specdec tune tree --keep` writes it"
     if not isinstance(session.verifier, SampleAndMatch):
         return f"acceptance was measured with the rule match, and not with {in_words(session.verifier)}"
     return None

@@ -7,28 +7,19 @@ file that contradict it are left out: with --topk typed, a tree of the file is.
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import fields
 
-from specdec.api import ModelSettings
-from specdec.cli.flags import kind_of
+from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE
+from specdec.cli.parser import Parser
 from specdec.registry import read_yaml
-from specdec.structs import Sampling
-from specdec.trees.base import WORDS
-from specdec.trees.spec import TreeSettings
-from specdec.verify import VerifierSettings
 
 REPORT = "report"
-# Every key and its type. A path is a text here.
-KINDS = {f.name: kind_of(f) for part in (ModelSettings, TreeSettings, VerifierSettings, Sampling) for f in fields(part)}
-KINDS |= {"no_draft": bool}
+KINDS = {name: FLAGS[name].kind for name in (*MODELS, *TREE, *RULE, *SAMPLING, "no_draft")}
 NAMED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 OF_TARGET = {"target", "dtype", "matmul_precision", "device", "allow_nonfinite", "tp_plan", "device_map"}
-OF_DRAFTER = {f.name for f in fields(ModelSettings)} - OF_TARGET
-DRAFTING = tuple(
-    f.name for part in (ModelSettings, TreeSettings, VerifierSettings) for f in fields(part) if f.name not in OF_TARGET
-)
-NOT_A_TREE = (*WORDS, "sample_draft")  # what contradicts --tree, which is a whole tree
+OF_DRAFTER = set(MODELS) - OF_TARGET
+DRAFTING = tuple(name for name in (*MODELS, *TREE, *RULE) if name not in OF_TARGET)
+NOT_A_TREE = ("topk", "steps", "num_draft_tokens", "sample_draft")  # what contradicts --tree, which is a whole tree
 # A flag that is typed -> the entries of a file that give way to it.
 GIVES_WAY = {
     **{name: {"no_draft"} for name in DRAFTING},
@@ -55,10 +46,10 @@ def read_settings(path: str | os.PathLike) -> dict:
     return entries
 
 
-def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+def with_settings(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parse a command line in which --settings FILE is replaced by the flags in the file."""
-    given = parser.parse_args(argv)
-    if given.settings is None:
+    given = parser.parse_args(words)
+    if getattr(given, "settings", None) is None:
         return given
     entries = read_settings(given.settings)
     for name, gives_way in GIVES_WAY.items():
@@ -75,4 +66,4 @@ def parse_with_settings(parser: argparse.ArgumentParser, argv: Sequence[str] | N
         known = vars(parser.parse_args(flags))
     except ValueError as error:  # of a flag that was not typed
         raise ValueError(f"{given.settings}: {error}") from None
-    return parser.parse_args(argv, argparse.Namespace(**known))
+    return parser.parse_args(words, argparse.Namespace(**known))

@@ -5,33 +5,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.api import ModelSettings
-from specdec.cli.flags import add_flags, read_flags
+from specdec.cli.parser import read_flags
 from specdec.contracts import Drafter
 from specdec.model.target import Target
+from specdec.model_settings import ModelSettings
 from specdec.schema import shown
-from specdec.structs import Sampling
 from specdec.text import encode_prompt, read_prompts
 
 TEXTS = ("draft", "name", "token_map", "feedback")  # of an entry
-
-
-def add_model_flags(group: argparse._ActionsContainer, *more: str) -> None:
-    """The flags that `load_models` reads. more: further fields of `ModelSettings`."""
-    add_flags(group, ModelSettings, "target", "draft", *more, "allow_nonfinite", "dtype", "matmul_precision", "device")
-
-
-def add_prompt_flags(
-    group: argparse._ActionsContainer, limit: int, max_new_tokens: int, settings: tuple[str, ...] = ("temperature",)
-) -> None:
-    """The flags that say which prompts are answered and how; the two numbers are defaults. settings: fields of
-    `Sampling`, all of them if it is empty."""
-    group.add_argument("--prompt-file", type=Path, required=True, help="as specdec generate takes it")
-    group.add_argument("--limit", type=int, default=limit, help=f"prompts (default {limit})")
-    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"(default {max_new_tokens})")
-    add_flags(group, Sampling, *settings)
-    group.add_argument("--seed", type=int, default=0, help="of all draws (default 0)")
-    group.add_argument("--raw", action="store_true", help="do not apply the chat template")
 
 
 def load_models(args: argparse.Namespace) -> tuple[Target, Drafter]:

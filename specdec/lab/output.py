@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,18 +12,23 @@ from specdec.cli.files import write_text, write_whole
 
 
 def progress_bar(name: str) -> Callable[[int, int], None]:
-    """A function that shows a bar on a terminal: call it with the number of steps done and of all."""
+    """A function that shows a bar: call it with the number of steps done and of all."""
     bar = None
 
     def show(done: int, of: int) -> None:
         nonlocal bar
         if bar is None:
-            bar = tqdm(desc=name, total=of, mininterval=1.0, disable=None)
+            bar = tqdm(desc=name, total=of, mininterval=1.0 if sys.stderr.isatty() else 5.0)
         bar.update(done - bar.n)
         if done == of:
             bar.close()
 
     return show
+
+
+def stage(text: str) -> None:
+    """Print what a command does next, where that may take long."""
+    print(f"{text} ...", file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, content: object) -> None:

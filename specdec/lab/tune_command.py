@@ -1,4 +1,4 @@
-"""The fastest setting of a pair on this machine:  specdec tune --prompt-file questions.jsonl --out best.yaml
+"""The fastest setting of a pair on this machine:  specdec tune --prompts questions.jsonl --out best.yaml
 
 Measures what rounds cost (once for a machine and pair), replays what the drafter would have had accepted under every
 setting, predicts tokens/s, decodes with the best few and plainly, and writes the fastest as a file for
@@ -7,6 +7,7 @@ setting, predicts tokens/s, decodes with the best few and plainly, and writes th
 
 import argparse
 import json
+import shlex
 import statistics
 import sys
 from dataclasses import fields
@@ -15,51 +16,24 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from rich.table import Table
 
-from specdec.api import ModelSettings
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import check_writable, write_text
-from specdec.cli.flags import command_parser, read_flags, whole_numbers
+from specdec.cli.files import write_text
 from specdec.cli.lock import only_writer
+from specdec.cli.parser import read_flags
 from specdec.cli.settings import REPORT
 from specdec.cli.terminal import console
 from specdec.engine.recorder import versions
 from specdec.lab.machine import machine
-from specdec.lab.models import add_model_flags, add_prompt_flags, check_counts, load_models, read_encoded
-from specdec.lab.output import progress_bar
+from specdec.lab.models import load_models, read_encoded
+from specdec.lab.output import progress_bar, stage
 from specdec.lab.tune import Tuned, tune
 from specdec.structs import Sampling
 from specdec.trees.record import answers_to, record
 from specdec.trees.spec import parse_tree
 from specdec.tuning.costs import Costs
-from specdec.tuning.grid import NODES, WIDTHS, grid_costs, useful_trees
+from specdec.tuning.grid import grid_costs, useful_trees
 
 SHOWN = 10
 BUSY = 0.1  # a median misfit of the cost model above this says that the machine did something else too
-
-
-def parser() -> argparse.ArgumentParser:
-    p = command_parser("tune", __doc__, "--prompt-file FILE --out FILE [options]")
-    model = p.add_argument_group("models")
-    add_model_flags(model, "token_map", "feedback")
-    text = p.add_argument_group("what is decoded")
-    add_prompt_flags(text, limit=16, max_new_tokens=64, settings=())
-    text.add_argument("--batch-size", type=int, default=1, help="prompts decoded together (default 1)")
-    tries = p.add_argument_group("what is tried")
-    tries.add_argument("--topk", type=whole_numbers, default=list(WIDTHS), help="(default 1,2,4,8)")
-    tries.add_argument("--steps", type=int, default=8, help="levels at most (default 8)")
-    tries.add_argument(
-        "--num-draft-tokens", type=whole_numbers, default=list(NODES), help="nodes (default 2,3,4,6,8,12,... 64)"
-    )
-    tries.add_argument(
-        "--tree", action="append", default=[], help="a static tree to try too: its file, or a name; may be given again"
-    )
-    tries.add_argument("--tries", type=int, default=4, help="settings that are decoded with for real (default 4)")
-    tries.add_argument("--repeats", type=int, default=3, help="of real decoding and measured rounds (default 3)")
-    tries.add_argument("--remeasure", action="store_true", help="measure again instead of reading the cache")
-    out = p.add_argument_group("output")
-    out.add_argument("--out", type=Path, required=True, help="the settings file")
-    out.add_argument("--json", action="store_true", help="the report as one JSON object in the last line")
-    return p
 
 
 def print_tables(tuned: Tuned, costs: Costs) -> None:
@@ -96,13 +70,14 @@ def model_entries(args: argparse.Namespace) -> dict:
 
 def find(args: argparse.Namespace, target, drafter) -> tuple[Costs, Tuned]:
     """Measure, replay, predict, try. Raises ValueError if there is no tree to predict but those of --tree."""
-    prompts = read_encoded(target, args.prompt_file, args.limit, args.raw)
+    prompts = read_encoded(target, args.prompts, args.limit, args.raw)
     topks = [topk for topk in args.topk if topk <= drafter.vocab.size]
     dynamic = useful_trees(topks, drafter.deepest(args.steps), args.num_draft_tokens)
     if not dynamic:
         raise ValueError("there is no setting with these topk, steps and num_draft_tokens: give more of them")
-    trees, sampling = [*dynamic, *map(parse_tree, args.tree)], read_flags(Sampling, args)
+    trees, sampling = [*dynamic, *map(parse_tree, args.tree or ())], read_flags(Sampling, args)
     topks = sorted({tree.topk for tree in dynamic})
+    stage("reading or measuring what rounds cost on this machine")
     costs = grid_costs(
         target,
         drafter,
@@ -117,6 +92,7 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[Costs, Tuned]:
         repeats=args.repeats,
     )
     how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
+    stage(f"decoding {len(prompts)} prompts without a drafter, and drafting along the answers")
     texts, steps = answers_to(target, prompts, **how), max(tree.steps for tree in trees)
     recording = record(target, drafter, texts, steps=steps, topks=topks, sampling=sampling)
     how |= {"batch": args.batch_size, "repeats": args.repeats, "progress": progress_bar("real runs")}
@@ -143,14 +119,7 @@ def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
     return report
 
 
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    check_counts(args, "limit", "max_new_tokens", "batch_size", "steps", "tries", "repeats")
-    if args.max_new_tokens < 2:
-        raise ValueError("--max-new-tokens must be at least 2: the first token comes from the prefill")
-    read_flags(ModelSettings, args).check_pair()
-    check_writable(args.out)
+def run(args: argparse.Namespace) -> None:
     with only_writer(args.out):
         target, drafter = load_models(args)
         costs, tuned = find(args, target, drafter)
@@ -165,8 +134,5 @@ def main(argv: list[str] | None = None) -> None:
             file=sys.stderr,
         )
     print(tuned.verdict)
-    print(json.dumps(report) if args.json else f"wrote {args.out}: specdec generate --settings {args.out}")
-
-
-if __name__ == "__main__":
-    main()
+    hint = shlex.join(["specdec", "generate", "--settings", str(args.out)])
+    print(json.dumps(report) if args.json else f"wrote {args.out}: {hint}")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from specdec import own
-from specdec.model.gguf_target import only_gguf, unpacked
 
 DEMO = Path(__file__).parents[1] / "demo"
 LONGEST = 1024  # characters of a name: more make the system's functions fail
@@ -44,6 +43,26 @@ def called(path: str | os.PathLike) -> str:
     return f"demo/{Path(path).name}" if Path(path).parent == DEMO else str(path)
 
 
+def check_place(path: str | os.PathLike) -> None:
+    """Raise ValueError for what is neither a place of a checkpoint on this machine nor a name in the form of the
+    hub's. Nothing is read or downloaded."""
+    name = own.split(str(path))[1] or str(path)
+    place = Path(bundled(name))
+    if not name.strip():
+        raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
+    if len(name) > LONGEST or "\n" in name:
+        raise ValueError(f"a text of {len(name)} characters is no checkpoint: give a folder or a hub name")
+    if name.startswith("demo/") and not place.is_dir():
+        there = ", ".join(f"demo/{p.name}" for p in sorted(DEMO.iterdir()) if (p / "config.json").is_file())
+        raise ValueError(f"nothing bundled is called {name}; there is {there}")
+    if place.is_dir() or (place.is_file() and place.suffix == ".gguf"):
+        return
+    if place.exists():
+        raise ValueError(f"{name} is a file: give the folder with config.json and safetensors, or a GGUF file")
+    if name not in PUBLISHED and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise ValueError(f"no such checkpoint folder: {name}{_known(name)}")
+
+
 def resolve(path: str | os.PathLike) -> Path:
     """Return the folder of a checkpoint, downloaded or unpacked if it is not in a cache.
 
@@ -54,31 +73,25 @@ def resolve(path: str | os.PathLike) -> Path:
     Raises:
         ValueError: There is none, or a GGUF file cannot be read.
     """
+    from specdec.model.gguf_target import only_gguf, unpacked
+
     code, checkpoint = own.split(str(path))
     if own.is_own(str(path)) and checkpoint is None:
         raise ValueError(f"{path} is code without a checkpoint: give {code}:CHECKPOINT")
     if checkpoint is not None:
         own.find("drafter", code)  # so that the checkpoint may be loaded with it
     name = checkpoint or str(path)
-    if not name.strip():
-        raise ValueError("the name of a checkpoint is empty: give a folder or a hub name")
-    if len(name) > LONGEST or "\n" in name:
-        raise ValueError(f"a text of {len(name)} characters is no checkpoint: give a folder or a hub name")
+    check_place(name)
     folder = Path(bundled(name))
-    if name.startswith("demo/") and not folder.is_dir():
-        there = ", ".join(f"demo/{p.name}" for p in sorted(DEMO.iterdir()) if (p / "config.json").is_file())
-        raise ValueError(f"nothing bundled is called {name}; there is {there}")
     if folder.is_dir():
+        if not (folder / "config.json").exists() and (folder / "draft" / "config.json").is_file():
+            folder = folder / "draft"  # the folder of a training run
         file = only_gguf(folder)
         return unpacked(file) if file else folder
-    if folder.is_file() and folder.suffix == ".gguf":
+    if folder.is_file():
         return unpacked(folder)
-    if folder.exists():
-        raise ValueError(f"{name} is a file: give the folder with config.json and safetensors, or a GGUF file")
     if name in PUBLISHED:
         return _published(name)
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise ValueError(f"no such checkpoint folder: {name}{_known(name)}")
     repository, _, file = name.partition(":")
     if file:
         return unpacked(_downloaded(name, repository, [file]) / file)
@@ -90,6 +103,8 @@ def resolve(path: str | os.PathLike) -> Path:
 
 def _published(name: str) -> Path:
     """The folder of a model in `PUBLISHED`: the installed package's with weights rounded to bf16, or the hub's."""
+    from specdec.model.gguf_target import unpacked
+
     model = PUBLISHED[name]
     found = find_spec(model.module)
     for place in (found and found.submodule_search_locations) or ():

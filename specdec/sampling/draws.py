@@ -6,7 +6,8 @@ from specdec.ops import kernel_for
 from specdec.ops.likely import first_largest
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import RoundNoise
-from specdec.structs import PENALTIES, Sampling, SamplingBatch
+from specdec.sampling_settings import PENALTIES
+from specdec.structs import Sampling, SamplingBatch
 
 # What the kernel knows; penalties are in the logits already.
 IN_KERNEL = {"temperature", "top_k", "top_p", "min_p", *PENALTIES}

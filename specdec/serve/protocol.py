@@ -11,9 +11,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from specdec.cli.limits import MOST
 from specdec.engine.sequence import MOST_LIKELY
+from specdec.sampling_settings import FILTERS, Sampling
 from specdec.schema import SHOWN, shown
 from specdec.serve.refusal import Fault, Refusal, Unsupported, refusal_of
-from specdec.structs import FILTERS, Sampling
 from specdec.text import clean
 
 MOST_STOPS = 16

@@ -1,4 +1,4 @@
-"""The command `specdec serve`: an HTTP server for a target and a drafter, with OpenAI's interface."""
+"""Answer OpenAI's clients: docs/serve.md says what they may send."""
 
 import argparse
 import os
@@ -6,24 +6,22 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specdec import ops
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.flags import add_flags, command_parser, read_flags
+from specdec.cli.parser import read_flags
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Reads
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.target import Target
-from specdec.model_settings import ONE_PROCESS, ModelSettings
+from specdec.model_settings import ModelSettings
 from specdec.threads import Call, Made
 from specdec.trees import Chain, Tree
-from specdec.trees.spec import AUTO, TreeSettings
-from specdec.tuning.engines import HELP, Workload, adaptive_engine, prepare
+from specdec.trees.spec import TreeSettings
+from specdec.tuning.engines import Workload, adaptive_engine, prepare
 from specdec.tuning.survival import Survival
 from specdec.verify import VerifierSettings
 
@@ -31,59 +29,13 @@ if TYPE_CHECKING:  # they import the extra `serve`, which `main` has looked for
     from specdec.serve.scheduler import Scheduler
     from specdec.serve.service import Service
 
-EXTRA = ("fastapi", "uvicorn", "prometheus_client")
 CHAIN, POLICY = Chain(3), "ema"  # the default on a CPU, without a tree
 ROOM = 4096  # default number of tokens of a text, if the target's context is larger
 KEY = "SPECDEC_API_KEY"
 IDLE = 20.0  # seconds
-ACCEPTANCE = ("none", "summary", "detailed")
 
 
-def parser() -> argparse.ArgumentParser:
-    p = command_parser("serve", "Answer OpenAI's clients: docs/serve.md says what they may send.")
-    server = p.add_argument_group("server")
-    server.add_argument("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1: this machine)")
-    server.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
-    server.add_argument("--api-key", metavar="KEY", help=f"what clients must send (default: ${KEY}, else nothing)")
-    server.add_argument("--allowed-hosts", metavar="NAMES", help="its names, commas between, or * (default: by --host)")
-    server.add_argument("--cors-origins", metavar="URLS", help="web pages that may call, commas between, or *")
-    server.add_argument("--served-model-name", metavar="NAME", help="(default: the target's name)")
-    server.add_argument("--grace", type=float, default=30.0, help="seconds to finish in when stopped (default 30)")
-    reporting = p.add_argument_group("reporting")
-    reporting.add_argument("--stream-interval", type=int, help="tokens of a stream's event (default: those of a step)")
-    reporting.add_argument("--per-request-spec-decode-metrics", choices=ACCEPTANCE, default="none", metavar="HOW",
-                      help="none (default), summary, detailed: acceptance in responses")  # fmt: skip
-    reporting.add_argument("--enable-prompt-tokens-details", action="store_true",
-                      help="how many tokens of a prompt were not read again, in its usage")  # fmt: skip
-    reporting.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace (docs/trace.md) when stopped")
-    limits = p.add_argument_group("limits")
-    limits.add_argument("--batch-size", type=int, default=8, help="sequences decoded together (default 8)")
-    limits.add_argument("--room", type=int, help=f"tokens of a text, prompt included (default: the context, {ROOM})")
-    limits.add_argument("--queue", type=int, default=256, help="sequences that may wait for a row (default 256)")
-    limits.add_argument("--prefill-chunk", type=int, metavar="TOKENS",
-                        help="of prompts read between two rounds (default 256, on a GPU 2048)")  # fmt: skip
-    limits.add_argument("--prefix-cache", type=int, default=256, metavar="MIB",
-                        help="memory for prompts that others begin like (default 256)")  # fmt: skip
-    limits.add_argument("--max-n", type=int, default=16, help="texts of one response (default 16)")
-    limits.add_argument("--max-seconds", type=float, help="of a request, queue included (default: no limit)")
-    limits.add_argument("--max-body", type=int, default=4 << 20, help="bytes of a request (default 4194304)")
-    model = p.add_argument_group("models")
-    add_flags(model, ModelSettings, *ONE_PROCESS)
-    model.add_argument("--no-draft", action="store_true", help="decode plainly")
-    model.add_argument("--no-graphs", action="store_true", help="on a GPU: do not replay rounds as CUDA graphs")
-    model.add_argument("--compile", action="store_true", help="compile the rounds and cache them (docs/compile.md)")
-    tree = p.add_argument_group("draft tree")
-    add_flags(tree, TreeSettings)
-    tree.add_argument("--adaptive", metavar="NAME", help=HELP)
-    add_flags(p.add_argument_group("verification"), VerifierSettings)
-    return p
-
-
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    args = parser().parse_args(argv)
-    if missing := [name for name in EXTRA if find_spec(name) is None]:
-        raise ValueError(f"specdec serve needs {', '.join(missing)}: pip install 'specdec[serve]'")
+def run(args: argparse.Namespace) -> None:
     from specdec.serve.app import make_app
 
     if args.trace is not None:
@@ -153,18 +105,8 @@ def listen(host: str, port: int) -> socket.socket:
 def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engine:
     """The engine that the flags ask for; settings are checked first, because models take a while. target: theirs, if it
     has been loaded."""
-    models, trees = read_flags(ModelSettings, args), read_flags(TreeSettings, args)
+    models = read_flags(ModelSettings, args)
     verifier = read_flags(VerifierSettings, args).make()
-    if trees.tree == AUTO:
-        raise ValueError(
-            "--tree auto chooses for one load, and a server has many: give --topk, --steps, or --adaptive NAME"
-        )
-    if not args.no_draft:
-        models.check_pair(", or --no-draft to decode plainly")
-    if args.adaptive is not None and args.no_draft:
-        raise ValueError("--adaptive contradicts --no-draft")
-    if args.compile and args.no_graphs:
-        raise ValueError("--no-graphs contradicts --compile: compiled rounds are replayed")
     tree = None if args.no_draft else tree_of(args)
     target = target or models.load_target()
     drafter = None if args.no_draft else models.load_drafter(target)

@@ -13,6 +13,7 @@ timed last are the `COMPILED` fastest of different depths then. They are compile
 
 import shlex
 import statistics
+import sys
 from collections import abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -92,7 +93,7 @@ def choose_tree(
     if acceptance is None:
         raise ValueError(
             "this drafter has no acceptance.json, by which a tree could be chosen: write one with "
-            "`specdec tree --keep`, or give --topk, --steps and --num-draft-tokens"
+            "`specdec tune tree --keep`, or give --topk, --steps and --num-draft-tokens"
         )
     how = {"batch": batch, "temperature": temperature, "compile": compile, "acceptance": acceptance.as_text()}
     place = cached(identity(target, drafter, **how))
@@ -103,6 +104,8 @@ def choose_tree(
 
     if not recalibrate and (stored := place.read(read)) is not None:
         return stored
+
+    print("measuring which tree is fastest on this machine, once for this pair ...", file=sys.stderr, flush=True)
 
     def timer(compile: bool) -> Timer:
         own = TreeTimer(target, drafter, Sampling(temperature), abstain=False, compile=compile)

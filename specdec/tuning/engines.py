@@ -25,7 +25,6 @@ from specdec.tuning.table import Table
 from specdec.tuning.timing import CONTEXT, median, room_for, time_rounds
 
 NAMES = (Fixed.name, Table.name, Bandit.name, Survival.name)
-HELP = "draft by the load: " + ", ".join(NAMES[1:])
 GUESS = 0.6  # how often a level is accepted if the one before was, without measurements
 ROUNDS, REPEATS = 6, 3  # timed rounds of a kind in a turn, and turns
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that cut trees are timed with

@@ -3,7 +3,7 @@
 conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, whose fields are the rule's settings.
 """
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 from specdec import own, registry
 from specdec.schema import check_value, shown
@@ -57,18 +57,8 @@ def in_words(verifier: Verifier) -> str:
 class VerifierSettings:
     """A rule as command lines and settings files name it."""
 
-    verifier: str | None = field(
-        default=None,
-        metadata={
-            "help": f"{', '.join(VERIFIERS)} (default match), or your own FILE.py:NAME; "
-            f"{' and '.join(name for name, rule in VERIFIERS.items() if rule.needs_q)} need --sample-draft; lossy: "
-            f"{', '.join(name for name in VERIFIERS if not make_verifier(name).lossless)}, sglang with a threshold"
-        },
-    )
-    verifier_args: str | None = field(
-        default=None,
-        metadata={"metavar": "K=X,...", "help": "its settings, such as epsilon=0.09,alpha=0.3 or threshold_acc=0.9"},
-    )
+    verifier: str | None = None
+    verifier_args: str | None = None
 
     def make(self) -> Verifier:
         """The rule. Raises ValueError for a name, a setting or a value that does not exist."""

@@ -1,5 +1,6 @@
 """One entry: `specdec` lists its commands without loading them, and every one of them explains itself."""
 
+import ast
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,16 @@ import pytest
 import specdec
 from specdec import __main__ as entry
 from specdec import api, registry
+from specdec.children import KINDS
+from specdec.cli.commands import COMMANDS, GROUPS, OLD, loading, parse
+from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE
+from specdec.drafters.formats.convert import SERVERS
+from specdec.machine import PRECISIONS
+from specdec.model.checkpoint import DRAFT_DTYPES
+from specdec.trees.spec import TreeSettings
+from specdec.tuning.engines import NAMES
+from specdec.tuning.grid import NODES, WIDTHS
+from specdec.verify import VERIFIERS, VerifierSettings
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,55 +34,144 @@ def shown(argv: list[str], capsys) -> str:
     return capsys.readouterr().out
 
 
-def test_the_overview_fits_a_screen_and_names_every_command(capsys):
+def test_the_overview_fits_a_screen_and_names_ten_commands(capsys):
     lines = shown(["--help"], capsys).splitlines()
     assert lines == shown([], capsys).splitlines()
-    assert len(lines) <= 30
+    assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
-    of_lab = shown(["lab"], capsys).splitlines()
-    for name in entry.COMMANDS:
-        shown_in = of_lab if name in entry.LAB else lines
-        assert sum(line.startswith(f"  {name}  ") for line in shown_in) == 1
-    assert sum(line.startswith("  lab  ") for line in lines) == 1
+    first = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert first == list(dict.fromkeys(name.split()[0] for name in COMMANDS))
+    assert len(set(first) - {"lab"}) == 10
+    for group in GROUPS:
+        inner = shown([group], capsys)
+        assert inner == shown([group, "--help"], capsys)
+        assert all(f"  {name} " in inner for name in COMMANDS if name.startswith(f"{group} "))
 
 
-def test_commands_of_the_lab_have_two_names_and_others_one():
-    assert entry.split(["lab", "jobs", "parts=2"]) == entry.split(["jobs", "parts=2"]) == ("jobs", ["parts=2"])
-    assert entry.split(["lab", "train"]) == ("lab", ["train"])
-
-
-def test_the_overview_loads_no_command():
-    program = "import sys; from specdec.__main__ import main; main(['--help']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "False"
-
-
-@pytest.mark.parametrize("name", entry.COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["specdec"])
     monkeypatch.setenv("COLUMNS", "100")
-    lines = shown([name, "--help"], capsys).splitlines()
+    lines = shown([*name.split(), "--help"], capsys).splitlines()
     assert lines[0].startswith(f"usage: specdec {name} ")
-    assert len(lines) <= 62
-    assert max(map(len, lines)) <= 100
+    assert len(lines) <= 70
+    assert max(map(len, lines)) <= 120
     assert "python -m" not in lines[0]
 
 
-@pytest.mark.parametrize("command", ["inspect", "check", "convert", "export"])
-def test_the_doctor_explains_each_of_its_commands(command, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["specdec"])
-    assert shown(["doctor", command, "--help"], capsys).startswith(f"usage: specdec doctor {command} ")
+# Each refused at once; the message holds the second text.
+REFUSED = (
+    ("generate", "give exactly one of --prompt, --prompts and --chat"),
+    ("generate --model x", "there is no flag --model; there is --target"),
+    ("generate --speculative-num-steps 3", "there is --steps"),
+    ("generate --tempersture 1", "there is --temperature"),
+    ("generate --prompt x --topk 0", "--topk must be at least 1"),
+    ("generate --prompt x --tree 1/2/3 --topk 2", "--topk contradicts --tree"),
+    ("generate --prompt x --no-draft --draft ngram", "--draft contradicts --no-draft"),
+    ("generate --prompt x --top-p 2", "top_p must lie in (0, 1]"),
+    ("generate --prompt x --verifier none", "there is no verifier 'none'"),
+    ("generate --prompts nowhere.txt", "no such prompt file: nowhere.txt"),
+    ("generate --prompt x --target nowhere --draft ngram", "no such checkpoint folder: nowhere"),
+    ("generate --prompt x --target demo/target --draft demo/none", "nothing bundled is called demo/none"),
+    ("serve --port 70000", "--port must be at most 65535"),
+    ("serve --tree auto", "--tree auto chooses for one load"),
+    ("train --model x", "there is no flag --model; there is --target"),
+    ("train --sed 3", "there is no flag --sed; there is --seed"),
+    ("train trainer.stps=3", "There is trainer.steps"),
+    ("train out=", "out is empty"),
+    ("train cache --keeps all", "there is --keep"),
+    ("data", None),
+    ("data shw", "specdec data has regenerate, show, count"),
+    ("data show", "the following arguments are required: --data"),
+    ("data count --size 9 --out m.json", "give at least one of --data and --text"),
+    ("data count --data d --size 9 --out m.txt", "--out must end in .json or .pt"),
+    ("data regenerate --prompts d --out a.jsonl --part 3/2", "--part is K/N"),
+    ("checkpoint inspect", "required: --draft"),
+    ("checkpoint export demo/mtp out --for moon", "invalid choice: 'moon'"),
+    ("compare topkk=3", "There is topk"),
+    ("sweep --benchmrk x", "there is no flag --benchmrk"),
+    ("tune --out s.yaml", "required: --prompts"),
+    ("tune tree --prompts pyproject.toml", "give at least one of --keep and --out"),
+    ("prove --server http://x --self-test", "--self-test contradicts --server"),
+    ("trace metrics", "required: TRACE"),
+    ("lab bench serve --prompts x --rate 1 --concurrency 1", "--concurrency contradicts --rate"),
+    ("lab jobs parts=2", "write the command after --"),
+    ("generat", "did you mean generate? specdec --help lists all"),
+    ("chat", "did you mean generate --chat? "),
+    ("zzz", "there is no command 'zzz'; specdec --help lists all"),
+)
+
+
+def test_help_and_refusals_do_not_load_torch():
+    """In one process, as most of the time of each is Python's own start."""
+    lines = [*(f"{name} --help" for name in COMMANDS), *(line for line, _ in REFUSED), "--version"]
+    program = f"""
+import contextlib, io, sys
+from specdec.__main__ import main
+for line in {lines!r}:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), contextlib.suppress(SystemExit):
+        main(line.split())
+    print(repr(out.getvalue()))
+    assert "torch" not in sys.modules, line
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    said = map(ast.literal_eval, done.stdout.splitlines()[len(COMMANDS) :])
+    for (line, message), text in zip(REFUSED, said, strict=False):
+        assert message is None or message in text, (line, text)
+        assert message is None or (text.startswith("error: ") and text.count("\n") == 1), text
+
+
+@pytest.mark.parametrize(("old", "new"), OLD.items())
+def test_old_names_say_the_new_ones(old, new, capsys):
+    words = [*old.split(), *(["inspect"] if new == "checkpoint" else []), "--help"]
+    with suppress(SystemExit):
+        entry.main(words)
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: specdec {new}")
+    assert err == f"note: specdec {old} is now specdec {new}\n"
+
+
+def test_old_flags_say_the_new_ones(capsys, tmp_path):
+    (tmp_path / "p.txt").write_text("x\n")
+    args = parse("generate", ["--prompt-file", str(tmp_path / "p.txt"), "--limit=1"])
+    assert (args.prompts, args.limit) == (tmp_path / "p.txt", 1)
+    assert capsys.readouterr().err == "note: specdec generate --prompt-file is now --prompts\n"
+    assert parse("data show", ["--data", "x", "--count=3"]).limit == 3
+    assert "--count is now --limit" in capsys.readouterr().err
+
+
+def test_the_first_line_names_what_is_loaded(capsys):
+    loading("generate", None, None)
+    loading("prove", "T", ["A", "ngram"])
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["specdec generate: loading demo/target", "specdec prove: loading T and A and ngram"]
+
+
+def test_values_stand_without_their_flag_where_there_is_one_meaning(tmp_path):
+    for words in (["demo/mtp", str(tmp_path), "--to", "x"], ["--to", "x", "demo/mtp", "--out", str(tmp_path)]):
+        args = parse("checkpoint convert", words)
+        assert (args.draft, args.out, args.to) == ("demo/mtp", tmp_path, "x")
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
-    [("generat", "did you mean generate? "), ("chat", "did you mean generate --chat? "), ("zzz", "")],
+    ("part", "table"),
+    [(api.ModelSettings, MODELS), (api.Sampling, SAMPLING), (TreeSettings, TREE), (VerifierSettings, RULE)],
 )
-def test_a_command_that_is_not_there(name, meant, capsys):
-    with pytest.raises(SystemExit) as stop:
-        entry.main([name])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == f"error: there is no command {name!r}; {meant}specdec --help lists all\n"
+def test_the_table_of_flags_has_the_fields_of_the_settings(part, table):
+    flags = {name: False if flag.kind is bool else flag.default for name, flag in table.items()}
+    assert flags == {f.name: f.default for f in fields(part)}
+
+
+def test_the_table_of_flags_has_the_choices_of_the_code():
+    assert set(TREE["children"].choices) == set(KINDS)
+    assert set(MODELS["draft_dtype"].choices) == set(DRAFT_DTYPES)
+    assert set(MODELS["matmul_precision"].choices) == set(PRECISIONS)
+    assert set(FLAGS["for"].choices) == set(SERVERS)
+    assert all(name in FLAGS["adaptive"].help for name in NAMES[1:])
+    assert all(name in RULE["verifier"].help for name in VERIFIERS)
+    assert COMMANDS["tune"].own["topk"].default == list(WIDTHS)
+    assert COMMANDS["tune"].own["num_draft_tokens"].default == list(NODES)
 
 
 def test_the_version(capsys):

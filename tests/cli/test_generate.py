@@ -12,13 +12,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from helpers import edit_config, edit_tensors
+from helpers import edit_config, edit_tensors, main_of
 from safetensors.torch import load_file
 
 from specdec import registry
 from specdec.api import make_tree
 from specdec.cli import decoding, summary
-from specdec.cli import generate as cli
 from specdec.machine import machine
 from specdec.model.loader import load_target
 from specdec.text import TextStream
@@ -31,7 +30,7 @@ def run(target_path, drafter_path, capsys):
     def call(*args, target=target_path, draft=drafter_path):
         models = ["--target", str(target)] + (["--draft", str(draft)] if draft else [])
         try:
-            cli.main([*models, *map(str, args)])
+            main_of("generate")([*models, *map(str, args)])
             code = 0
         except SystemExit as stop:
             code = stop.code
@@ -200,12 +199,12 @@ def test_prompt_files_and_batches_agree(run, tmp_path):
         )
     )
     results = [
-        last_json(run("--prompt-file", file, "--max-new-tokens", 12, "--batch-size", size, "--json")[1])["token_ids"]
+        last_json(run("--prompts", file, "--max-new-tokens", 12, "--batch-size", size, "--json")[1])["token_ids"]
         for file, size in ((text, 1), (text, 2), (rows, 1), (rows, 3))
     ]
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 4
-    limited = run("--prompt-file", text, "--max-new-tokens", 12, "--limit", 2, "--json")[1]
+    limited = run("--prompts", text, "--max-new-tokens", 12, "--limit", 2, "--json")[1]
     assert last_json(limited)["token_ids"] == results[0][:2]
 
 
@@ -214,7 +213,7 @@ def demo(capsys):
     """The command with the bundled pair."""
 
     def call(*args):
-        cli.main(["--prompt", "Write a poem.", "--max-new-tokens", "24", *args])
+        main_of("generate")(["--prompt", "Write a poem.", "--max-new-tokens", "24", *args])
         return capsys.readouterr().out
 
     return call
@@ -250,7 +249,7 @@ def test_a_text_is_json_of_a_schema(demo, schema):
 
 def test_answers_of_a_chat_are_json_of_a_schema(capsys, monkeypatch, schema):
     monkeypatch.setattr("builtins.input", Mock(side_effect=["Hello!", "Again.", EOFError]))
-    cli.main(["--chat", "--max-new-tokens", "24", "--json-schema", str(schema)])
+    main_of("generate")(["--chat", "--max-new-tokens", "24", "--json-schema", str(schema)])
     answers = re.findall(r"^\[\s*\".*\]$", capsys.readouterr().out, re.MULTILINE)
     assert len(answers) == 2
     assert all(set(json.loads(answer)) <= {"sea", "sky"} for answer in answers)
@@ -270,7 +269,7 @@ def test_penalties_and_logprobs(demo):
 def test_sampled_answers_do_not_depend_on_the_batch_or_the_draft(run, tmp_path):
     """Nor on the children, and `--compare` says so."""
     (tmp_path / "prompts.txt").write_text("The quick\nWhat is\nEin\nThe lazy dog\n")
-    flags = ("--prompt-file", tmp_path / "prompts.txt", "--temperature", 0.9, "--top-p", 0.95, "--max-new-tokens", 12)
+    flags = ("--prompts", tmp_path / "prompts.txt", "--temperature", 0.9, "--top-p", 0.95, "--max-new-tokens", 12)
     reported = []
     for more in ((), ("--batch-size", 3), ("--topk", 1), ("--children", "likeliest"), ("--no-draft",)):
         how = {"draft": None} if "--no-draft" in more else {}
@@ -302,7 +301,7 @@ def test_context_ends_the_text(run):
         (["--prompt", "x", "--topk", "1", "--num-draft-tokens", "9"], "a chain of steps + 1 = 6 tokens"),
         (["--prompt", "x", "--topk", "500"], "but the draft vocabulary has"),
         (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--prompt", "x", "--prompt-file", "y"], "exactly one of"),
+        (["--prompt", "x", "--prompts", "y"], "exactly one of"),
         ([], "exactly one of"),
         (["--prompt", "x", "--no-draft"], "--draft contradicts --no-draft"),
         (["--prompt", "x", "--compile", "--no-graphs"], "--no-graphs contradicts --compile"),
@@ -311,12 +310,12 @@ def test_context_ends_the_text(run):
         (["--prompt", "x", "--device", "nonsense"], "device 'nonsense' cannot be used"),
         (["--prompt", "x", "--tree", "t.yaml", "--topk", "2"], "--topk contradicts --tree"),
         (["--prompt", "x", "--tree", "/no/such"], "no such tree file"),
-        (["--prompt-file", "/no/such"], "no such prompt file"),
-        (["--chat", "--json"], "--chat goes with neither"),
+        (["--prompts", "/no/such"], "no such prompt file"),
+        (["--chat", "--json"], "--json contradicts --chat"),
         (["--prompt", "x", "--json-schema", "/no/such"], "no such JSON schema file"),
         (["--prompt", "x", "--stop", ""], "a stop string needs at least one character"),
-        (["--prompt", "x", "--logprobs"], "--logprobs are part of what --json prints"),
-        (["--prompt", "x", "--limit", "2"], "--limit counts the prompts of --prompt-file"),
+        (["--prompt", "x", "--logprobs"], "--logprobs needs --json"),
+        (["--prompt", "x", "--limit", "2"], "--limit needs --prompts"),
         (["--prompt", "x", "--tempertaure", "1"], "there is no flag --tempertaure; there is --temperature"),
         (["--prompt", "x", "--qqq"], "there is no flag --qqq; specdec generate --help lists all"),
         (["--prompt", "What", "is", "12?"], "is belongs to no flag: a text with spaces needs quotes around it"),
@@ -335,7 +334,7 @@ def test_mistakes_are_one_sentence(run, args, message):
 
 def test_prompts_are_checked_before_the_first_is_answered(run, tmp_path):
     (tmp_path / "p.txt").write_text(f"fox\n{'fox ' * 400}\n")
-    code, out, err = run("--prompt-file", str(tmp_path / "p.txt"))
+    code, out, err = run("--prompts", str(tmp_path / "p.txt"))
     assert (code, out) == (2, "")
     assert "the target's context holds 128, new ones included (prompt 2 of 2)" in err
 

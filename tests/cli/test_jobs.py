@@ -9,10 +9,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from helpers import refused, run_here
+from helpers import main_of, refused, run_here
 
-from specdec.cli import jobs
-from specdec.lab.sweep.sweep_command import main as sweep
+sweep = main_of("sweep")
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +25,7 @@ def test_words_reach_the_command_as_they_are(tmp_path):
         return subprocess.CompletedProcess(command, 0)
 
     with mock.patch.object(subprocess, "run", note):
-        done = run_here(jobs.main, "parts=2", f"out={tmp_path}", "--", *words)
+        done = run_here(main_of("lab jobs"), "parts=2", f"out={tmp_path}", "--", *words)
     assert done.returncode == 0, done.stderr
     assert started == [[*words[:6], f"{part} of 2", *words[7:]] for part in (0, 1)]
 
@@ -41,7 +40,7 @@ def test_words_reach_the_command_as_they_are(tmp_path):
     ],
 )
 def test_mistakes_are_reported(words, message, tmp_path):
-    assert message in refused(jobs.main, *words[:1], f"out={tmp_path}", *words[1:])
+    assert message in refused(main_of("lab jobs"), *words[:1], f"out={tmp_path}", *words[1:])
 
 
 @pytest.mark.skipif(find_spec("joblib") is None, reason="needs hydra-joblib-launcher: pip install 'specdec[jobs]'")

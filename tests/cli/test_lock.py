@@ -73,7 +73,7 @@ def test_a_place_without_permission_is_reported():
     "words",
     [
         ("regenerate", "--prompts", "p.txt", "--out", "out.jsonl"),
-        ("tune", "--prompt-file", "p.txt", "--out", "out"),
+        ("tune", "--prompts", "p.txt", "--out", "out"),
         ("generate", "--prompt", "x", "--trace", "out"),
         ("train", "data.path=p.jsonl", "out=out"),
         ("cache", "data.path=p.jsonl", "out=out"),

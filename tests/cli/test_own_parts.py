@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import refused, run_here, tiny_drafter, tiny_target
+from helpers import main_of, refused, run_here, tiny_drafter, tiny_target
 
 import specdec
 from specdec import own
 from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine
-from specdec.training.train import main as train_main
+
+train_main = main_of("train")
 
 PARTS = """
 from dataclasses import dataclass

@@ -5,12 +5,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers import refused
+from helpers import main_of, refused
 
 from specdec.api import ModelSettings
-from specdec.cli import generate as command
+from specdec.cli.commands import parser_of
 from specdec.cli.reading import check_yaml
-from specdec.cli.settings import KINDS, parse_with_settings, read_settings
+from specdec.cli.settings import KINDS, read_settings, with_settings
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSettings
 from specdec.verify import VerifierSettings
@@ -22,7 +22,7 @@ def parse(tmp_path):
 
     def call(text: str, *flags: str) -> argparse.Namespace:
         (tmp_path / "s.yaml").write_text(text, encoding="utf-8")
-        return parse_with_settings(command.parser(), ["--settings", str(tmp_path / "s.yaml"), *flags])
+        return with_settings(parser_of("generate"), ["--settings", str(tmp_path / "s.yaml"), *flags])
 
     return call
 
@@ -34,11 +34,11 @@ def test_a_file_stands_for_its_flags(parse):
     args = parse(TREE, "--prompt", "x")
     typed = ["--topk", "2", "--steps", "3", "--num-draft-tokens", "6"]
     typed += ["--draft", "ngram", "--verifier", "match", "--prompt", "x"]
-    assert vars(args) | {"settings": None} == vars(command.parser().parse_args(typed))
+    assert vars(args) | {"settings": None} == vars(parser_of("generate").parse_args(typed))
 
 
 def test_without_a_file_nothing_changes():
-    assert parse_with_settings(command.parser(), ["--topk", "2"]) == command.parser().parse_args(["--topk", "2"])
+    assert with_settings(parser_of("generate"), ["--topk", "2"]) == parser_of("generate").parse_args(["--topk", "2"])
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_the_command_line_overrides_the_file_and_what_contradicts_it_gives_way(p
 )
 def test_mistakes_are_one_sentence(tmp_path, text, message):
     (tmp_path / "s.yaml").write_text(text, encoding="utf-8")
-    assert message in refused(command.main, "--settings", tmp_path / "s.yaml", "--prompt", "x")
+    assert message in refused(main_of("generate"), "--settings", tmp_path / "s.yaml", "--prompt", "x")
 
 
 @pytest.mark.parametrize("text", ["'010'", "007", "0", "0x1F", "12:30 pm", "2026-01-02T10:00:00", "08", "1_000"])
@@ -107,10 +107,9 @@ def test_a_file_that_is_not_there():
 
 @pytest.mark.parametrize("part", [Sampling, ModelSettings, TreeSettings, VerifierSettings])
 def test_a_field_is_a_flag_and_a_key_of_a_file(part):
-    """With its type, default and help."""
-    typed = {action.dest: action for action in command.parser()._actions}
+    """With its type and default."""
+    typed = {action.dest: action for action in parser_of("generate")._actions}
     for field in fields(part):
         assert typed[field.name].default == field.default
-        assert typed[field.name].help == field.metadata["help"]
         assert KINDS[field.name] in (bool, int, float, str, Path)
     assert {field.name: KINDS[field.name] for field in fields(Sampling)} == {f.name: f.type for f in fields(Sampling)}

@@ -10,9 +10,9 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from helpers import main_of
 
 from specdec.cli import chat, session, summary
-from specdec.cli import generate as cli
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.trace_files import read_trace
 
@@ -38,13 +38,13 @@ def test_generate_keeps_what_was_done(number, code, target_path, drafter_path, t
     (tmp_path / "p.txt").write_text("The quick\nWhat is\nEin Café\n")
     before = signal.getsignal(number)
     pair = ["--target", str(target_path), "--draft", str(drafter_path), "--steps", "2", "--compare", "--json"]
-    words = ["--prompt-file", str(tmp_path / "p.txt"), "--trace", str(tmp_path / "t"), "--max-new-tokens", "12"]
-    cli.main([*pair, *words])
+    words = ["--prompts", str(tmp_path / "p.txt"), "--trace", str(tmp_path / "t"), "--max-new-tokens", "12"]
+    main_of("generate")([*pair, *words])
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     reports = sum(len(row.rounds) + 1 for row in read_trace(tmp_path / "t").rows[:1]) + 2
     in_round(monkeypatch, reports, lambda: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as stopped:
-        cli.main([*pair, *words])
+        main_of("generate")([*pair, *words])
     said = capsys.readouterr()
     assert stopped.value.code == code
     assert signal.getsignal(number) is before
@@ -67,8 +67,8 @@ def test_a_reader_that_goes_away_loses_no_trace(target_path, drafter_path, tmp_p
 
     in_round(monkeypatch, 4, gone)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["--target", str(target_path), "--draft", str(drafter_path), "--prompt", "The quick", "--steps", "2",
-                  "--max-new-tokens", "32", "--trace", str(tmp_path / "t")])  # fmt: skip
+        main_of("generate")(["--target", str(target_path), "--draft", str(drafter_path), "--prompt", "The quick",
+                  "--steps", "2", "--max-new-tokens", "32", "--trace", str(tmp_path / "t")])  # fmt: skip
     assert stopped.value.code == 0
     (row,) = read_trace(tmp_path / "t").rows
     assert len(row.rounds) == 2
@@ -105,8 +105,8 @@ def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(
     monkeypatch.setattr("builtins.input", Mock(side_effect=[*typed, KeyboardInterrupt]))
     in_round(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["--target", str(target_path), "--draft", str(drafter_path), "--chat", "--max-new-tokens", "12",
-                  "--trace", str(tmp_path / "t")])  # fmt: skip
+        main_of("generate")(["--target", str(target_path), "--draft", str(drafter_path), "--chat", "--max-new-tokens",
+                  "12", "--trace", str(tmp_path / "t")])  # fmt: skip
     out = capsys.readouterr().out
     assert stopped.value.code == 130
     assert out.startswith("chat with ")

@@ -15,7 +15,9 @@ from wrong_inputs import call, run
 
 from specdec import registry
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET
-from specdec.cli.hydra_settings import check_settings, check_words
+from specdec.cli.commands import COMMANDS
+from specdec.cli.hydra_settings import check_settings
+from specdec.cli.hydra_words import hydra_words
 from specdec.model.config_fields import check_config
 from specdec.schema import check, ranged
 from specdec.text import read_prompts
@@ -36,7 +38,7 @@ def all_cases() -> list[Case]:
 
 def test_there_are_enough_cases_of_every_kind():
     assert len(all_cases()) >= 4000
-    assert {case.words[0] for case in all_cases()} >= {"generate", "train", "regenerate", "cache", "sweep", "show"}
+    assert {case.words[0] for case in all_cases()} >= {"generate", "train", "data", "sweep", "checkpoint"}
 
 
 @pytest.mark.matrix
@@ -48,8 +50,8 @@ def test_wrong_inputs_end_with_one_sentence(part, tmp_path, monkeypatch):
 
 
 def test_the_judge_notices_what_is_taken_and_what_is_not_named(tmp_path):
-    assert run(Case("right", ("doctor", "inspect", "draft")), tmp_path / "case") == "ended with 0"
-    case = Case("unnamed", ("doctor", "inspect", "nowhere/at/all"), ("heads",))
+    assert run(Case("right", ("checkpoint", "inspect", "draft")), tmp_path / "case") == "ended with 0"
+    case = Case("unnamed", ("checkpoint", "inspect", "nowhere/at/all"), ("heads",))
     assert run(case, tmp_path / "case").startswith("does not name")
 
 
@@ -141,16 +143,42 @@ def test_settings_of_hydra_commands(config, path, value, message):
         check_settings(settings, config)
 
 
-def test_flags_of_other_commands_are_no_settings():
-    check_words(["data.path=x", "--cfg", "job", "--multirun", "-m", "--config-dir=x", "--conf", "~entries"])
-    for words in (["--data", "x"], ["--prompts=x"]):
-        with pytest.raises(ValueError, match=r"no flag --\w+: settings are written NAME=VALUE, without dashes"):
-            check_words(words)
+TRAIN = COMMANDS["train"]
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ("--target=T --data D", "target.path=T data.path=D"),
+        ("target=demo data=ultrachat seed=3 limit=9", "target=demo data=ultrachat trainer.seed=3 data.limit=9"),
+        ("drafter.taps=1,4 --resume --device cuda", "drafter.taps=[1,4] resume=true device=cuda"),
+        ("drafter=eagle3,mtp --multirun", "drafter=eagle3,mtp --multirun"),
+        ("--cfg job -cd x ~entries drafter.taps=[1,2]", "--cfg job -cd x ~entries drafter.taps=[1,2]"),
+        ("out=${x} trainer.steps=3", "out=${x} trainer.steps=3"),
+    ],
+)
+def test_the_words_that_all_commands_share_are_settings(given, settings):
+    assert hydra_words("train", TRAIN.words, {}, given.split()) == settings.split()
+
+
+def test_a_path_may_hold_anything():
+    for path in ("a b", "Käse", "it's", "a,b", "x=1", "(1)", 'say "hi"', "back\\slash"):
+        (word,) = hydra_words("train", TRAIN.words, {}, [f"target={path}"])
+        with initialize_config_dir(str(registry.CONF), version_base="1.3"):
+            assert compose("train", [word]).target.path == path
+
+
+def test_a_wrong_flag_of_a_command_of_hydra_names_the_nearest():
+    for word, meant in (("--model", "--target"), ("--taget", "--target"), ("--dataset=x", "--data")):
+        with pytest.raises(ValueError, match=f"there is no flag {word.partition('=')[0]}; there is {meant}"):
+            hydra_words("train", TRAIN.words, {}, [word, "x"])
+    with pytest.raises(ValueError, match="there is no setting model; there is target"):
+        hydra_words("train", TRAIN.words, {}, ["model=x"])
 
 
 def test_a_setting_without_a_value_shows_how_it_is_written(tmp_path):
     code, err = call(("train", "data.path", "conv.jsonl"), tmp_path)
     assert code == 2
     assert err.startswith("error: Error parsing override 'data.path': settings are written NAME=VALUE; quote a value")
-    code, err = call(("bench", "configurations={short:{new_tokens:4}}"), tmp_path)
+    code, err = call(("lab", "bench", "configurations={short:{new_tokens:4}}"), tmp_path)
     assert (code, err) == (2, "error: Could not override 'configurations': it holds no 'new_tokens'\n")

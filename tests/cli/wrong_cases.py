@@ -7,21 +7,20 @@ import math
 import pkgutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from importlib import import_module
 from pathlib import Path
 
 from specdec import registry
-from specdec.__main__ import COMMANDS
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET
-from specdec.cli.flags import FREE_TEXT
+from specdec.cli.commands import COMMANDS, parser_of
 from specdec.cli.limits import LIMITS
+from specdec.cli.parser import FREE_TEXT
 from specdec.model.config_fields import DIAGNOSED, ConfigFields
 from specdec.schema import check_value, parameters
 
 VALUES = ("64", None, 0, -1, 1.5, float("nan"), float("inf"), 10**9, 10**30, True, [], [1], {}, {"a": 1}, "", "x" * 99)
 FLAG_TEXTS = ("", " ", "nan", "inf", "-1", "0", "1000000000000", "abc", "1.5", "1e400", "2x", "--")
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "1")
-HYDRA = ("train", "cache", "sweep", "compare", "bench")
+HYDRA = ("train", "train cache", "sweep", "compare", "lab bench")
 
 
 @dataclass(frozen=True)
@@ -88,15 +87,15 @@ WEIGHT_MAPS = (None, [], {}, {"x": 1}, {"x": None}, {"x": "../model.safetensors"
 
 def checkpoint_cases() -> Iterator[Case]:
     pair = (*GENERATE, "--target", "target", "--draft")
-    again = ("regenerate", "--target", "target", "--prompts", "prompts.txt", "--out", "a.jsonl", *GENERATE[-2:])
+    again = ("data", "regenerate", "--target", "target", "--prompts", "prompts.txt", "--out", "a.jsonl", *GENERATE[-2:])
     users = {
         ("target", DEMO_TARGET): ((*pair, "ngram"), again),
-        ("draft", DEMO_DRAFTER): ((*pair, "draft"), ("doctor", "inspect", "draft")),
+        ("draft", DEMO_DRAFTER): ((*pair, "draft"), ("checkpoint", "inspect", "draft")),
     }
     for (folder, demo), lines in users.items():
         own = json.loads((demo / "config.json").read_text())
         for line, (name, value) in itertools.product(lines, config_values()):
-            if name in own and not (line[0] == "doctor" and name in DIAGNOSED):  # which it reports, and ends with 0
+            if name in own and not (line[0] == "checkpoint" and name in DIAGNOSED):  # which it reports, and ends with 0
                 yield Case(f"{line[0]} {folder} {name}={value!r:.20}", line, (name,), with_field(folder, name, value))
         for line, file, what in itertools.product(lines, ("config.json", "model.safetensors"), CONTENTS):
             prepare = with_content(f"{folder}/{file}", CONTENTS[what])
@@ -110,16 +109,16 @@ def checkpoint_cases() -> Iterator[Case]:
 
 def flag_cases() -> Iterator[Case]:
     """Yield each flag that takes a value with each text that is empty, no number, or out of its range."""
-    parsers = {name: getattr(import_module(module), "parser", None) for name, (module, _) in COMMANDS.items()}
-    for command in [name for name, parser in parsers.items() if parser and name != "doctor"]:
-        actions = [a for a in parsers[command]()._actions if a.option_strings and a.nargs != 0]
-        required = [w for a in actions if a.required for w in (a.option_strings[-1], "1" if a.type is int else "none")]
+    for command in [name for name, entry in COMMANDS.items() if not entry.conf]:
+        actions = [a for a in parser_of(command)._actions if a.option_strings and a.nargs != 0]
+        given = {a.option_strings[-1]: "1" if a.type is int else next(iter(a.choices or ["none"])) for a in actions}
+        required = [w for a in actions if a.required for w in (a.option_strings[-1], given[a.option_strings[-1]])]
         for action, text in itertools.product(actions, FLAG_TEXTS):
             empty = not text.strip() and action.dest not in FREE_TEXT
             if empty or (action.type in (int, float) and _refused(action, text)):
                 flag = action.option_strings[-1]
                 others = [w for w in required if w != flag]
-                yield Case(f"{command} {flag}={text!r}", (command, *others, f"{flag}={text}"), (flag,))
+                yield Case(f"{command} {flag}={text!r}", (*command.split(), *others, f"{flag}={text}"), (flag,))
 
 
 def _refused(action: argparse.Action, text: str) -> bool:
@@ -136,7 +135,7 @@ def _refused(action: argparse.Action, text: str) -> bool:
 def hydra_cases() -> Iterator[Case]:
     """Yield each setting of conf/ with values of other types than its default, and with a wrong name."""
     for command in HYDRA:
-        own = registry.read_yaml(registry.CONF / f"{command}.yaml", "settings")
+        own = registry.read_yaml(registry.CONF / f"{COMMANDS[command].conf}.yaml", "settings")
         entries = {k: v for k, v in own.items() if k not in ("defaults", "hydra")}
         for group, name in ((g, n) for e in own["defaults"] if isinstance(e, dict) for g, n in e.items()):
             if " " not in group and name is not None:
@@ -145,7 +144,7 @@ def hydra_cases() -> Iterator[Case]:
                     entries |= {f"{group}.{k}": v for k, v in content.items() if k != "defaults"}
         for name, default in entries.items():
             if not isinstance(default, dict) and not (registry.CONF / name).is_dir():
-                yield from setting_cases((command,), name, default)
+                yield from setting_cases(tuple(command.split()), name, default)
 
 
 def setting_cases(words: tuple[str, ...], name: str, default: object) -> Iterator[Case]:

@@ -58,9 +58,9 @@ def at(path: str) -> Callable[[Any], Callable]:
 
 def data_and_settings_cases() -> Iterator[Case]:
     for name, record in RECORDS.items():
-        yield from cases_of(f"show {name}", record, ("show", "--data", "d.jsonl"), at("d.jsonl"))
+        yield from cases_of(f"show {name}", record, ("data", "show", "--data", "d.jsonl"), at("d.jsonl"))
     for name, record in PROMPTS.items():
-        words = ("generate", "--max-new-tokens", "1", "--draft", "ngram", "--prompt-file", "p.jsonl")
+        words = ("generate", "--max-new-tokens", "1", "--draft", "ngram", "--prompts", "p.jsonl")
         yield from cases_of(f"prompts {name}", record, words, at("p.jsonl"))
     tree, tokens = registry.settings("tree", "static"), {"map": [5, 6, 7, 8, 9]}
     yield from cases_of("settings", SETTINGS, (*GENERATE, "--settings", "s.yaml"), at("s.yaml"))

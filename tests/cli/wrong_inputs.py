@@ -5,13 +5,12 @@ import gc
 import re
 import shutil
 import time
-from importlib import import_module
 from pathlib import Path
 
 from helpers import run_here
 from wrong_cases import Case
 
-from specdec.__main__ import COMMANDS
+from specdec.__main__ import main
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET
 
 SECONDS, MEBIBYTES = 20, 1000  # a case may take: processor time, and memory in addition to that of the process
@@ -48,10 +47,9 @@ def memory(what: str) -> float:
 
 def call(words: tuple[str, ...], folder: Path) -> tuple[object, str]:
     """Run a command in this process. Returns its exit code, or the exception that it raised, and standard error."""
-    main = import_module(COMMANDS[words[0]][0]).main
     with contextlib.chdir(folder):
         try:
-            done = run_here(main, *words[1:])
+            done = run_here(main, *words)
         except BaseException as error:
             return f"{type(error).__name__}: {error}", ""
     return done.returncode, done.stderr

@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from helpers import LEARNERS, run_here, tiny_drafter, tiny_target
+from helpers import LEARNERS, main_of, run_here, tiny_drafter, tiny_target
 
 from specdec.drafters.layers import restrict
 from specdec.engine.engine import Engine
-from specdec.training.count import main as count
 from specdec.trees import Chain, DynamicTree
+
+count = main_of("data count")
 
 MAP = torch.tensor([12, 3, 0, 7, 16, 5, 9, 1])  # by frequency, not by id
 

@@ -10,14 +10,12 @@ from tape import Interpreted
 from test_graphs import SHORT, parts
 from test_overlap import SAMPLED
 
-from specdec.cli import generate
+from specdec.cli.commands import parse
 from specdec.engine.compiled import background, build
 from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
-from specdec.model_settings import ModelSettings
 from specdec.ops import linear as cpu_linear
 from specdec.ops import native
-from specdec.serve import serve_command
 from specdec.structs import Sampling
 from specdec.trees import Chain
 
@@ -29,15 +27,10 @@ HOW = {"prompts": [[3, 5, 7]], "max_new_tokens": 20, "eos": frozenset()}
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
-def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off(monkeypatch):
-    monkeypatch.setattr(ModelSettings, "load_target", None)
-    words = ["--compile", "--no-graphs"]
-    for check in (
-        lambda: generate.check_flags(generate.parser().parse_args(["--prompt", "x", *words])),
-        lambda: serve_command.make_engine(serve_command.parser().parse_args(words)),
-    ):
+def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off():
+    for name, words in (("generate", ["--prompt", "x"]), ("serve", [])):
         with pytest.raises(ValueError, match="--no-graphs contradicts --compile"):
-            check()
+            parse(name, [*words, "--compile", "--no-graphs"])
     with pytest.raises(ValueError, match="graphs=False contradicts compile=True"):
         Engine(tiny_target(), graphs=False, compile=True)
 

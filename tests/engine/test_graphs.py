@@ -12,8 +12,8 @@ from tape import Interpreted, Tape
 from test_overlap import SAMPLED, assert_same, outcome
 
 from specdec import ops
-from specdec.cli import generate as command
 from specdec.cli import session
+from specdec.cli.commands import parse
 from specdec.contracts import Drafter
 from specdec.drafters import ngram
 from specdec.engine import executor, graphs
@@ -197,7 +197,7 @@ def test_the_command_can_do_without(monkeypatch):
     monkeypatch.setattr(session, "Engine", lambda *parts, graphs, compile, **how: reported.append((graphs, compile)))
     given = ["--prompt", "one", "--topk", "1", "--steps", "2"]  # without a tree all trees would be compiled and timed
     for flags in ([], ["--no-graphs"], ["--compile"]):
-        session.Session(command.parser().parse_args([*given, *flags]))
+        session.Session(parse("generate", [*given, *flags]))
     assert reported == [(None, False)] * 2 + [(False, False)] * 2 + [(None, True)] * 2
 
 

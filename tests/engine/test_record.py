@@ -6,9 +6,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import main_of, tiny_drafter, tiny_target
 
-from specdec.cli import generate as command
 from specdec.engine import recorder as record
 from specdec.engine import trace_files
 from specdec.engine.engine import Engine
@@ -181,9 +180,9 @@ def test_a_full_disk_leaves_the_older_trace(folder, monkeypatch):
 
 def test_the_command_writes_what_it_reports(target_path, drafter_path, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("The quick brown\nWhat is 12?\nfox")
-    flags = ("--target", target_path, "--draft", drafter_path, "--prompt-file", tmp_path / "prompts.txt")
+    flags = ("--target", target_path, "--draft", drafter_path, "--prompts", tmp_path / "prompts.txt")
     flags += ("--max-new-tokens", 16, "--json", "--compare", "--batch-size", 2, "--trace", tmp_path / "trace")
-    command.main([*map(str, flags)])
+    main_of("generate")([*map(str, flags)])
     labels = json.loads(capsys.readouterr().out.splitlines()[-1])
     trace = read_trace(tmp_path / "trace")
     assert [row.tokens for row in trace.rows] == labels["token_ids"], "plain decoding for --compare is not recorded"
@@ -200,7 +199,7 @@ def test_chats_are_traced_too(target_path, tmp_path, monkeypatch):
     lines = iter(["The quick", "brown fox"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines, None) or exec("raise EOFError"))
     flags = ("--target", target_path, "--no-draft", "--max-new-tokens", 4, "--trace", tmp_path / "trace", "--chat")
-    command.main([*map(str, flags)])
+    main_of("generate")([*map(str, flags)])
     first, second = read_trace(tmp_path / "trace").rows
     assert first.tokens != []
     assert second.prompt[: len(first.prompt)] == first.prompt, "the history is part of the second prompt"
@@ -214,6 +213,6 @@ def test_a_bad_place_is_refused_before_anything_is_loaded(tmp_path, capsys, monk
     monkeypatch.setattr("specdec.api.load_target", lambda *_, **__: pytest.fail("the target was loaded"))
     for place in (tmp_path, tmp_path / "notes.txt"):
         with pytest.raises(SystemExit) as stop:
-            command.main(["--prompt", "x", "--trace", str(place)])
+            main_of("generate")(["--prompt", "x", "--trace", str(place)])
         assert stop.value.code == 2
         assert "choose" in capsys.readouterr().err

@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-from helpers import run_here, save_hf, tiny_drafter, tiny_target
+from helpers import main_of, run_here, save_hf, tiny_drafter, tiny_target
 from published import CONFIG, PUBLISHED, H, U, V, make_target, mtp_shapes, random_tensors, without, written
 
-from specdec.cli import generate
 from specdec.drafters.formats import __main__ as command
 from specdec.drafters.formats import load_drafter, open_checkpoint
 from specdec.drafters.formats.description import as_text, inspect
@@ -182,9 +181,9 @@ def test_generate_refuses_nan_and_takes_it_if_asked(drafter_path, target_path, t
     put("fc.weight", NAN)(tensors)
     folder = written(tmp_path / "bad", json.loads((drafter_path / "config.json").read_text()), tensors)
     words = ["--target", str(target_path), "--draft", str(folder), "--prompt", "The", "--max-new-tokens", "2", "--raw"]
-    done = run_here(generate.main, *words)
+    done = run_here(main_of("generate"), *words)
     assert (done.returncode, "fc.weight holds 1 NaN" in done.stderr) == (2, True)
-    assert run_here(generate.main, *words, "--allow-nonfinite").returncode == 0
+    assert run_here(main_of("generate"), *words, "--allow-nonfinite").returncode == 0
 
 
 def test_weights_are_looked_at_one_at_a_time_and_not_kept(damaged, monkeypatch):

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DRAFTERS, LEARNERS, save_hf, tiny_drafter, tiny_target
+from helpers import DRAFTERS, LEARNERS, main_of, save_hf, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 import specdec
+from specdec.cli import checkpoint as command
 from specdec.drafters import eagle3
-from specdec.drafters.formats import __main__ as command
 from specdec.drafters.formats import check, load_drafter, open_checkpoint, save_drafter, verdict
 from specdec.drafters.formats.eagle3 import PROJECTIONS
 from specdec.drafters.formats.evidence import Followed
@@ -283,7 +283,7 @@ def run(capsys):
     def call(*arguments):
         code = 0
         try:
-            command.main([str(a) for a in arguments])
+            main_of("checkpoint")([str(a) for a in arguments])
         except SystemExit as stop:
             code = stop.code
         out, err = capsys.readouterr()
@@ -321,7 +321,7 @@ def arguments(target, tmp_path_factory):
     """Those of `check` but for the drafter."""
     prompts = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
-    return ["check", "--target", target.name, "--prompt-file", prompts, "--raw", "--max-new-tokens", ANSWER, "--draft"]
+    return ["check", "--target", target.name, "--prompts", prompts, "--raw", "--max-new-tokens", ANSWER, "--draft"]
 
 
 def test_check_prints_a_verdict(run, falsified, heads, arguments, tmp_path):
@@ -339,7 +339,7 @@ def test_check_prints_a_verdict(run, falsified, heads, arguments, tmp_path):
     code, _, err = run(*arguments, tmp_path / "nowhere")
     assert code == 2
     assert err.count("\n") == 1
-    for flag, hint in (("--qqq", "specdec doctor check --help lists all"), ("--stepz", "there is --steps and --help")):
+    for flag, hint in (("--qqq", "specdec checkpoint check --help lists all"), ("--stepz", "there is --steps")):
         assert run(*arguments, "x", flag, 3) == (2, "", f"error: there is no flag {flag}; {hint}\n")
 
 

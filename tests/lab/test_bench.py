@@ -4,18 +4,19 @@ import json
 import time
 
 import pytest
-from helpers import refused, run_here, save_hf, tiny_drafter, tiny_target
+from helpers import main_of, refused, run_here, save_hf, tiny_drafter, tiny_target
 
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench.bench import Bench, Configuration, random_prompts, text_prompts
-from specdec.lab.bench.bench_command import main
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
 from specdec.lab.bench.simulated_tau import MARK, SimulatedTau
 from specdec.lab.bench.table import print_rows, remarks
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.trees import Chain
+
+main = main_of("lab bench")
 
 PLAIN = Configuration("short", prompt=4, new=5)
 

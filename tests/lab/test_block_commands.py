@@ -2,11 +2,10 @@
 
 import pytest
 import torch
+from helpers import main_of
 
 from specdec.drafters import dflash
 from specdec.drafters.formats import save_drafter
-from specdec.generate import main as generate
-from specdec.lab.replay import optimal_tree
 from specdec.lab.sweep.benchmarks import Benchmark, Question
 from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.store import write_results
@@ -15,6 +14,8 @@ from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.trees.spec import grid
 from specdec.verify import make_verifier
+
+generate = main_of("generate")
 
 KINDS = {
     "dflash": {"block_size": 5},
@@ -46,8 +47,8 @@ def test_a_tree_is_measured_and_decoded_with(folders, target_path, tmp_path, cap
     models = ["--target", str(target_path), "--draft", str(folders[kind])]
     prompts, out = tmp_path / "prompts.txt", tmp_path / "tree.yaml"
     prompts.write_text("what is a tree?\nwhy?\n")
-    how = ["--prompt-file", str(prompts), "--raw", "--max-new-tokens", "10"]
-    optimal_tree.main([*models, *how, "--topk", "3", "--num-draft-tokens", "6", "--out", str(out)])
+    how = ["--prompts", str(prompts), "--raw", "--max-new-tokens", "10"]
+    main_of("tune tree")([*models, *how, "--topk", "3", "--num-draft-tokens", "6", "--out", str(out)])
     assert "depth 4:" in capsys.readouterr().out
     for tree in [["--tree", str(out)], *TREES[kind]]:
         generate([*models, *how, *tree, "--compare"])

@@ -7,15 +7,16 @@ import math
 
 import pytest
 import torch
-from helpers import run_here
+from helpers import main_of, run_here
 
 import specdec
 from specdec import registry
 from specdec.lab.sweep.compare import PARTS, Score, Tally, ratio
 from specdec.lab.sweep.compare_command import entries_of
-from specdec.lab.sweep.compare_command import main as compare_main
 from specdec.lab.sweep.comparison import Comparison, named
 from specdec.text import read_prompts
+
+compare_main = main_of("compare")
 
 PROMPTS = ["The quick brown", "What is 12", "Ein Café"]
 

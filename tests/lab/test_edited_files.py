@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from edits import edited
-from helpers import run_here
+from helpers import main_of, run_here
 from safetensors.torch import load_file, save_file
 
 from specdec.acceptance import FILE, read_acceptance
@@ -25,7 +25,7 @@ from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.report import write_report
 from specdec.lab.sweep.store import collect
 from specdec.lab.sweep.sweep import Sweep
-from specdec.lab.traces import diagnose, metrics_command
+from specdec.lab.traces import diagnose
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.training.features.feature_cache import MANIFEST, SCHEMA, FeatureCache
@@ -63,7 +63,7 @@ class Everything:
 
 def check_metrics(folder: Path) -> str:
     """Print metrics and diagnose; returns the refusal, one sentence, or nothing."""
-    done = run_here(metrics_command.main, str(folder), "--resamples", "3")
+    done = run_here(main_of("trace metrics"), str(folder), "--resamples", "3")
     if done.returncode:
         assert done.returncode == 2
         assert done.stderr.startswith("error: ")

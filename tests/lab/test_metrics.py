@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import main_of
 
 from specdec.engine.recorder import Trace, TracedRound, TracedRow, TracedTree
 from specdec.engine.trace_files import write_trace
-from specdec.lab.traces import metrics, metrics_command
+from specdec.lab.traces import metrics
 from specdec.lab.traces.metrics import BY_DEPTH, METRICS, bootstrap, by_category, summary
 from specdec.structs import Sampling
 
@@ -127,15 +128,15 @@ def test_command(tmp_path, capsys):
     write_trace(Trace({}, {}, ROWS), tmp_path / "one")
     plain = [row("a", None, [chain_round(0, 0, 1)], steps=0)]
     write_trace(Trace({}, {}, plain), tmp_path / "plain")
-    metrics_command.main([str(tmp_path / "one"), "--json", "--resamples", "20"])
+    main_of("trace metrics")([str(tmp_path / "one"), "--json", "--resamples", "20"])
     found = json.loads(capsys.readouterr().out)
     assert found == {str(tmp_path / "one"): summary(ROWS, resamples=20)}
-    metrics_command.main([str(tmp_path / "one"), str(tmp_path / "plain"), "--resamples", "20"])
+    main_of("trace metrics")([str(tmp_path / "one"), str(tmp_path / "plain"), "--resamples", "20"])
     out = capsys.readouterr().out
     assert re.search(r"mtp_acceptance_rate\W+0\.429.*\W-\W", out)
     assert re.search(r"math\W+2\.333", out)
     with pytest.raises(SystemExit) as stop:
-        metrics_command.main([str(tmp_path)])
+        main_of("trace metrics")([str(tmp_path)])
     assert stop.value.code == 2
     assert "is not a trace" in capsys.readouterr().err
 

@@ -4,20 +4,21 @@ import json
 
 import pytest
 import torch
-from helpers import Credulous, refused, tiny_drafter, tiny_target
+from helpers import Credulous, main_of, refused, tiny_drafter, tiny_target
 from hybrids import hybrid_target
 from scipy import stats
 
 from specdec.lab.proof.equality import EqualityProver, Mismatch
 from specdec.lab.proof.laws import chi_square, exact_distance, prove_law, prove_sampled
 from specdec.lab.proof.proof import OneInAThousand, Proof, verdict_line
-from specdec.lab.proof.prove import main
 from specdec.lab.proof.rollback import prove_rollback
 from specdec.model.cache import KVCache
 from specdec.model.recurrent import BUDGET, RecurrentCache
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import SampleAndMatch, make_verifier
+
+main = main_of("prove")
 
 WARM, FILTERED = Sampling(1.0), Sampling(0.8, top_k=4, top_p=0.9)
 PROMPTS = [[3, 5, 7], [1], list(range(12))]
@@ -154,8 +155,8 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path):
     [
         (["--target", "somewhere"], "needs its drafters"),
         (["--out", "nowhere/page.md"], "there is no folder nowhere"),
-        (["--prompt-file", "none.txt"], "no such prompt file"),
-        (["--plain-server", "http://x"], "belong to --server"),
+        (["--prompts", "none.txt"], "no such prompt file"),
+        (["--plain-server", "http://x"], "--plain-server needs --server"),
         (["--server", "localhost:8000"], "begins with http:// or https://"),
         (["--server", "http://x", "--draft", "ngram"], "a server has its own drafter"),
     ],

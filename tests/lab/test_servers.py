@@ -6,13 +6,12 @@ import time
 
 import pytest
 import uvicorn
-from helpers import Credulous, tiny_drafter, tiny_target
+from helpers import Credulous, main_of, tiny_drafter, tiny_target
 from remotes import small_server
 
 from specdec import remote
 from specdec.api import load_drafter, load_target
 from specdec.engine.engine import Engine
-from specdec.lab.proof.prove import main
 from specdec.lab.proof.servers import against_engine, against_server
 from specdec.remote import Remote, in_order, seed_of
 from specdec.serve.app import make_app
@@ -21,6 +20,8 @@ from specdec.serve.service import Service
 from specdec.structs import Sampling
 from specdec.trees import Chain
 from specdec.verify import SampleAndMatch
+
+main = main_of("prove")
 
 PROMPTS = [[3, 5, 7], [1], list(range(12)), [2, 2]]
 NEW = 16

@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from helpers import run_here
+from helpers import main_of, run_here
 
 from specdec.cli import revision
 from specdec.engine.trace_files import read_trace
@@ -16,12 +16,13 @@ from specdec.lab.sweep.benchmarks import Benchmark, Question
 from specdec.lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
 from specdec.lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
 from specdec.lab.sweep.sweep import Sweep
-from specdec.lab.sweep.sweep_command import main as sweep_main
 from specdec.lab.sweep.sweep_command import share_of
 from specdec.lab.traces.metrics import METRICS
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.verify import make_verifier
+
+sweep_main = main_of("sweep")
 
 BENCHMARK = Benchmark(
     "tiny",

@@ -6,14 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import main_of, tiny_drafter, tiny_target
 
-from specdec.cli import generate as command
 from specdec.cli.settings import read_settings
 from specdec.drafters import ngram
 from specdec.engine.engine import Engine
 from specdec.lab import tune as lab
-from specdec.lab import tune_command
 from specdec.lab.tune import MeasuredRate, finalists, measure_rates, predict_all, tune
 from specdec.trees import Chain, DynamicTree, StaticTree, Tree
 from specdec.trees.record import answers_to, record
@@ -208,14 +206,14 @@ def tiny(target_path, drafter_path, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "prompts.txt").write_text("The quick\nWhat is 12\nEin Café\n", encoding="utf-8")
     out = tmp_path / "best.yaml"
-    models = ["--target", target_path, "--draft", drafter_path, "--prompt-file", tmp_path / "prompts.txt"]
+    models = ["--target", target_path, "--draft", drafter_path, "--prompts", tmp_path / "prompts.txt"]
     few = ["--max-new-tokens", 8, "--topk", "1,2", "--steps", 2, "--num-draft-tokens", "3,5", "--tries", 2]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
     def call(*flags):
         try:
-            tune_command.main([*map(str, (*models, *few, "--repeats", 1, "--out", out, *flags))])
+            main_of("tune")([*map(str, (*models, *few, "--repeats", 1, "--out", out, *flags))])
             return 0, out
         except SystemExit as stop:
             return stop.code, out
@@ -225,7 +223,7 @@ def tiny(target_path, drafter_path, tmp_path, monkeypatch):
 
 
 def generated(capsys, *words) -> str:
-    command.main([*map(str, words), "--prompt", "The quick", "--max-new-tokens", "8", "--json"])
+    main_of("generate")([*map(str, words), "--prompt", "The quick", "--max-new-tokens", "8", "--json"])
     return json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
 
 
@@ -262,7 +260,7 @@ def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_
     (tmp_path / "wide.yaml").write_text("paths: [[0], [1], [2]]")
     code, out = tiny(*few, "--tree", tmp_path / "wide.yaml")
     assert read_settings(out) == pair | {"tree": str(tmp_path / "wide.yaml")}
-    command.main(["--settings", str(out), "--prompt", "The quick", "--max-new-tokens", "4", "--show-trees"])
+    main_of("generate")(["--settings", str(out), "--prompt", "The quick", "--max-new-tokens", "4", "--show-trees"])
     assert "|-- " in capsys.readouterr().out
 
 
@@ -274,7 +272,7 @@ def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_
         (["--topk", "1,x"], "wants whole numbers"),
         (["--topk", "0"], "wants numbers of at least 1"),
         (["--topk", "2", "--num-draft-tokens", "60"], "there is no setting"),
-        (["--prompt-file", "nowhere.txt"], "no such prompt file: nowhere.txt"),
+        (["--prompts", "nowhere.txt"], "no such prompt file: nowhere.txt"),
         (["--out", "nowhere/x.yaml"], "there is no folder"),
         (["--tree", "nowhere.yaml"], "no such tree file: nowhere.yaml"),
     ],

@@ -1,10 +1,10 @@
-"""`specdec bench serve` against our own server, and against answers that are not valid."""
+"""`specdec lab bench serve` against our own server, and against answers that are not valid."""
 
 import json
 import time
 
 import pytest
-from helpers import run_here
+from helpers import main_of, run_here
 
 pytest.importorskip("fastapi")
 
@@ -13,15 +13,18 @@ import asyncio
 import httpx2
 from clients import serve
 
-from specdec.lab.load.bench_serve import main, measure, parser, print_loads
+from specdec.cli.commands import parse
+from specdec.lab.load.bench_serve import measure, print_loads
 from specdec.lab.load.client import Answer, Asked, ask
 from specdec.lab.load.drive import figures_of, spread
+
+main = main_of("lab bench serve")
 
 PROMPTS = ["one", "another one", "x"] * 4
 
 
 def run(pair, *words: str, **how) -> dict:
-    args, found = parser().parse_args(["--prompts", "none", "--max-new-tokens", "9", *words]), []
+    args, found = parse("lab bench serve", ["--prompts", "none", "--max-new-tokens", "9", *words]), []
 
     async def use(server):
         found.append(await measure(args, PROMPTS, server.client._transport))

@@ -9,10 +9,14 @@ import pytest
 import uvicorn
 from clients import CHAT, HELLO, TEXT, served
 from fastapi import FastAPI
+from helpers import main_of
 
+from specdec.cli.commands import parse
 from specdec.serve import serve_command
 from specdec.serve.app import _Failures
-from specdec.serve.serve_command import KEY, closing_protocol, hosts_of, main, parser
+from specdec.serve.serve_command import KEY, closing_protocol, hosts_of
+
+main = main_of("serve")
 
 ASK = {"prompt": "Hi", "max_tokens": 1}
 
@@ -69,7 +73,7 @@ async def test_hosts_pages_and_bodies_of_strangers(server):
     ],
 )
 def test_a_server_for_this_machine_answers_to_its_names_only(words, hosts):
-    assert hosts_of(parser().parse_args(words)) == hosts
+    assert hosts_of(parse("serve", words)) == hosts
 
 
 @served()

@@ -8,15 +8,16 @@ from collections import Counter
 
 import pytest
 from clients import CHAT, HELLO, TEXT, content, serve, served, solo
-from helpers import run_here
+from helpers import main_of, run_here
 
 from specdec.engine.adaptive import Fixed
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
-from specdec.lab.traces.metrics_command import main as metrics_main
 from specdec.trees import DynamicTree
 from specdec.tuning.costs import Costs, Point
 from specdec.tuning.engines import kinds_of, make_policy
+
+metrics_main = main_of("trace metrics")
 
 
 @served(reporting={"acceptance": "detailed"})

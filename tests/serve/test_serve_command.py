@@ -13,16 +13,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DRAFTERS, run_here, tiny_drafter, tiny_target
+from helpers import DRAFTERS, main_of, run_here, tiny_drafter, tiny_target
 
 pytest.importorskip("fastapi")
 
 import httpx2
 from clients import TEXT
 
+from specdec.cli import checks
+from specdec.cli.commands import parse
 from specdec.engine.trace_files import read_trace
 from specdec.serve import serve_command
-from specdec.serve.serve_command import apart, listen, main, parser, policy_of, tree_of
+from specdec.serve.serve_command import apart, listen, policy_of, tree_of
+
+main = main_of("serve")
 
 
 def refused(*words: str) -> str:
@@ -46,7 +50,7 @@ def refused(*words: str) -> str:
     ],
 )
 def test_a_chain_is_drafted_where_no_tree_is_asked_for_on_a_cpu(words, tree):
-    assert str(tree_of(parser().parse_args(words.split()))) == tree
+    assert str(tree_of(parse("serve", words.split()))) == tree
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_a_chain_is_drafted_where_no_tree_is_asked_for_on_a_cpu(words, tree):
 )
 def test_a_cpu_drafts_as_deep_as_pays_where_nothing_is_asked_for(words, policy, policy_of_ngrams):
     """N-grams cost nothing where they propose nothing."""
-    args, target = parser().parse_args(words.split()), tiny_target()
+    args, target = parse("serve", words.split()), tiny_target()
     assert policy_of(args, tiny_drafter(target)) == policy
     assert policy_of(args, DRAFTERS["suffix"](target)) == policy_of_ngrams
 
@@ -140,15 +144,15 @@ def test_what_cannot_be_served_is_said_before_models_are_loaded(monkeypatch):
     assert "--tree auto chooses for one load" in refused("--port", "0", "--tree", "auto")
     assert "--port must be at most 65535" in refused("--port", "70000")
     assert "cannot listen at 203.0.113.1 port" in refused("--host", "203.0.113.1", "--port", "0")
-    monkeypatch.setattr(serve_command, "find_spec", lambda name: None)
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert "needs fastapi, uvicorn, prometheus_client: pip install 'specdec[serve]'" in refused()
 
 
 def test_the_name_of_the_model(target_path):
-    args = parser().parse_args(["--target", str(target_path), "--no-draft"])
+    args = parse("serve", ["--target", str(target_path), "--no-draft"])
     assert serve_command.name_of(args) == target_path.name
-    assert serve_command.name_of(parser().parse_args(["--target", "org/name"])) == "org/name"
-    assert serve_command.name_of(parser().parse_args([])) == "demo"
+    assert serve_command.name_of(parse("serve", ["--target", "org/name", "--no-draft"])) == "org/name"
+    assert serve_command.name_of(parse("serve", [])) == "demo"
 
 
 def test_the_listener_is_of_the_family_of_its_address():

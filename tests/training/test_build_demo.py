@@ -2,14 +2,13 @@
 
 import json
 import sys
-from importlib import import_module
 
 import build_demo
 import demo_models
 import pytest
 import torch
 from demo_models import grow, grow_drafter, grown_config, narrowed, repeats, unlikelihood
-from helpers import SMALL, run_here, save_hf, tiny_drafter
+from helpers import SMALL, main_of, run_here, save_hf, tiny_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.api import load_drafter, load_target
@@ -109,9 +108,9 @@ def test_conversations_worth_learning_are_kept(tmp_path):
     assert [c[0]["content"] for c in train + heldout] == ["What?", "What?"]  # dolly's are used twice
 
 
-def run(module: str, *words: object) -> None:
-    """Replace `build_demo.run`: a process of its own takes seconds to start."""
-    done = run_here(import_module(module).main, *map(str, words))
+def run(name: str, *words: object) -> None:
+    """Stand in for `build_demo.run`: a process of its own takes seconds to start."""
+    done = run_here(main_of(name), *map(str, words))
     assert done.returncode == 0, done.stderr
 
 

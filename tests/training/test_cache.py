@@ -146,7 +146,7 @@ def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path,
     monkeypatch.setattr(FeatureCacheWriter, "compute", compute)
     with pytest.raises(KeyboardInterrupt):
         writer(tmp_path / "cut").write()
-    with pytest.raises(ValueError, match=r"lacks 2 of 3 shards: specdec cache with its settings goes on"):
+    with pytest.raises(ValueError, match=r"lacks 2 of 3 shards: specdec train cache with its settings goes on"):
         FeatureCache(tmp_path / "cut")
     assert writer(tmp_path / "cut").write() == 2
     assert contents(tmp_path / "cut") == whole

@@ -5,13 +5,15 @@ import lzma
 import shutil
 
 import pytest
+from helpers import main_of
 from omegaconf import OmegaConf
 from short_runs import write_rows
 
 from specdec.model.loader import load_target, load_texts
-from specdec.training.count import main as count_main
 from specdec.training.data import Batches, load_samples, preset, read_conversations, read_records
-from specdec.training.show import main as show_main
+
+count_main = main_of("data count")
+show_main = main_of("data show")
 
 GOOD = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
 TEXT = {"text": "The quick brown fox."}
@@ -78,7 +80,7 @@ def test_what_has_nothing_to_learn_is_left_out_and_counted(target, tmp_path, cap
     printed = capsys.readouterr().err
     assert "1 conversations that the chat template refuses left out" in printed
     assert "1 conversations in which the assistant does not speak left out" in printed
-    with pytest.raises(ValueError, match=r"no conversation in which the assistant speaks.*specdec regenerate"):
+    with pytest.raises(ValueError, match=r"no conversation in which the assistant speaks.*specdec data regenerate"):
         load(target, write_rows(tmp_path / "b.jsonl", {"turns": ["One?", "Two?"]}))
 
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import refused
+from helpers import main_of, refused
 from remotes import small_server
 from short_runs import contents, small_files
 
@@ -17,7 +17,9 @@ from specdec.training import regenerate as module
 from specdec.training.data import Conversation
 from specdec.training.data.dialogues import Prompt
 from specdec.training.data.shards import Shards
-from specdec.training.regenerate import main, plan, regenerate
+from specdec.training.regenerate import plan, regenerate
+
+main = main_of("data regenerate")
 
 
 def arguments(target_path, prompts, out, *more):
@@ -199,7 +201,7 @@ def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
     [
         (("--samples", "2"), "--samples 2 needs a --temperature"),
         (("--out", "/proc/nowhere/answers.jsonl"), "cannot write /proc/nowhere"),
-        (("--model", "x"), "--model names a model of --server"),
+        (("--served-model-name", "x"), "--served-model-name needs --server"),
         (("--server", "nowhere"), "begins with http:// or https://"),
     ],
 )

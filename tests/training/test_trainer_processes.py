@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import run_here, save_hf
+from helpers import main_of, run_here, save_hf
 from safetensors.torch import load_file
 from short_runs import CONF, SMALL, composed, logged
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig
 
-from specdec.cli.generate import main as generate
 from specdec.model.hf_parallel import misfit, shares, sketch
 from specdec.model.loader import load_target
 from specdec.ranks import share_output
@@ -26,20 +25,22 @@ from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import join_processes
 from specdec.training.train import run
 
+generate = main_of("generate")
+
 ROOT = Path(__file__).parents[2]
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 WORKER = """
 import json, os, signal, sys
 from hydra import compose, initialize_config_dir
 from specdec import ranks
+from specdec.__main__ import main
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.generate import main
 from specdec.cli.signals import StopSignals
 from specdec.training.loop import trainer
 from specdec.training.train import run
 conf, requests, runs, stopped = sys.argv[1], *map(json.loads, sys.argv[2:])
 for words in requests:
-    main([*words, "--tp-plan", "auto"])
+    main(["generate", *words, "--tp-plan", "auto"])
 with initialize_config_dir(conf, version_base="1.3"):
     for settings in runs:
         run(compose("train", settings))

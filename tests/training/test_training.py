@@ -10,7 +10,7 @@ import signal
 import helpers
 import pytest
 import torch
-from helpers import run_here
+from helpers import main_of, run_here
 from omegaconf import OmegaConf
 from short_runs import CONF, CONVERSATIONS, SMALL, write_rows
 
@@ -22,7 +22,8 @@ from specdec.training.data import count_tokens, read_conversations, tokenise
 from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.loop.log import read_log
 from specdec.training.loop.trainer import Trainer
-from specdec.training.train import main as train_main
+
+train_main = main_of("train")
 
 
 def train(where, out, *overrides: str) -> dict:

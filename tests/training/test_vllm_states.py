@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from helpers import run_here
+from helpers import main_of, run_here
 from remotes import small_server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -155,7 +155,8 @@ def test_files_that_say_nothing_are_read_by_the_servers_layers(where, target_pat
     for text in ids:
         stand_in.write(text, stated=False)
     words = [*where, "store=fp32"]
-    said = run_here(cache.main, *words, "trainer=small", f"out={tmp_path / 'x'}", "--from-vllm", str(folder))
+    words += ["trainer=small", f"out={tmp_path / 'x'}", "--from-vllm", str(folder)]
+    said = run_here(main_of("train cache"), *words)
     assert said.returncode == 2
     assert "does not say which layers it holds: give layer_ids=[...]" in said.stderr
     cache.run(composed("cache", *words, f"out={tmp_path / 'there'}", f"from_vllm={folder}", "layer_ids=[3,0,2,1]"))

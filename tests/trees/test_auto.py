@@ -4,15 +4,13 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from helpers import DRAFTERS, tiny_target
+from helpers import DRAFTERS, main_of, tiny_target
 
 from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
-from specdec.cli.generate import main as generate
 from specdec.contracts import Drafter
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.engine.engine import Engine
 from specdec.engine.traces import tau
-from specdec.lab.replay import optimal_tree
 from specdec.model.loader import load_target
 from specdec.recording import Text
 from specdec.trees import Chain, StaticTree, Tree
@@ -22,6 +20,8 @@ from specdec.tuning import choose as auto
 from specdec.tuning import timing
 from specdec.tuning.choose import Candidate, Choice, candidates, choose, choose_tree
 from specdec.tuning.costs import Kind
+
+generate = main_of("generate")
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
 # Five tokens after the first: the words are of the first five places.
@@ -234,8 +234,8 @@ def test_commands(target_path, drafter_path, tmp_path, monkeypatch, capsys):
         generate([*models, *ask, "--tree", "auto"])
     assert stopped.value.code == 2
     assert "--tree auto cannot choose: this drafter has no acceptance.json" in capsys.readouterr().err
-    optimal_tree.main(
-        [*models, "--prompt-file", str(prompts), "--raw", "--max-new-tokens", "12", "--steps", "3", "--keep"]
+    main_of("tune tree")(
+        [*models, "--prompts", str(prompts), "--raw", "--max-new-tokens", "12", "--steps", "3", "--keep"]
     )
     assert "wrote" in capsys.readouterr().out
     assert [m.temperature for m in read_acceptance(draft).measured] == [0.0, 1.0]

@@ -6,14 +6,13 @@ import random
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_target
+from helpers import DRAFTERS, main_of, tiny_target
 from test_trees import check_invariants, start
 
 from specdec import registry
 from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
 from specdec.api import load_tree
 from specdec.drafters.formats import load_drafter, save_drafter
-from specdec.lab.replay import optimal_tree
 from specdec.model.loader import load_target
 from specdec.training.loop.evaluate import Decoding
 from specdec.trees import StaticTree
@@ -115,8 +114,8 @@ def test_the_optimal_tree_by_hand():
 def test_the_script_writes_a_tree_that_decodes(target_path, drafter_path, tmp_path, capsys):
     prompts, file = tmp_path / "p.txt", tmp_path / "tree.yaml"
     prompts.write_text("The quick brown\nWhat is 12?")
-    optimal_tree.main([
-        "--target", str(target_path), "--draft", str(drafter_path), "--prompt-file", str(prompts), "--out", str(file),
+    main_of("tune tree")([
+        "--target", str(target_path), "--draft", str(drafter_path), "--prompts", str(prompts), "--out", str(file),
         "--max-new-tokens", "16", "--num-draft-tokens", "7", "--steps", "3", "--topk", "4",
     ])  # fmt: skip
     printed = capsys.readouterr().out
@@ -153,7 +152,7 @@ RIGHT = json.loads(Acceptance((AlongTexts(**ENTRY),), "some answers").as_text())
 )
 def test_a_damaged_file_is_one_sentence(tmp_path, content, why):
     (tmp_path / FILE).write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=rf"holds no measured acceptance \({why}.*write it anew with specdec tree"):
+    with pytest.raises(ValueError, match=rf"holds no measured acceptance \({why}.*again with specdec tune tree"):
         read_acceptance(tmp_path)
 
 
@@ -161,9 +160,9 @@ def test_answers_of_one_token_make_no_file(target_path, drafter_path, tmp_path, 
     draft, prompts = tmp_path / "draft", tmp_path / "prompts.txt"
     save_drafter(load_drafter(drafter_path, target := load_target(target_path)), draft, target)
     prompts.write_text("what is a tree?\n")
-    words = ["--target", str(target_path), "--draft", str(draft), "--prompt-file", str(prompts), "--raw"]
+    words = ["--target", str(target_path), "--draft", str(draft), "--prompts", str(prompts), "--raw"]
     with pytest.raises(SystemExit) as stopped:
-        optimal_tree.main([*words, "--max-new-tokens", "1", "--keep", "--out", str(tmp_path / "tree.yaml")])
+        main_of("tune tree")([*words, "--max-new-tokens", "1", "--keep", "--out", str(tmp_path / "tree.yaml")])
     assert stopped.value.code == 2
     assert "every answer is one token long" in capsys.readouterr().err
     assert not (tmp_path / "tree.yaml").exists()

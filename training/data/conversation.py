@@ -19,7 +19,7 @@ class Conversation(list[Message]):
     """The messages of one record, at least one, and the tools that it offers. A plain text has one of role 'text'.
 
     A message has `role` and `content`, the fields of `CARRIED` in the record, `weight` (0: an answer without training
-    tokens), and for an answer of `specdec regenerate` `tokens` and `finish_reason`."""
+    tokens), and for an answer of `specdec data regenerate` `tokens` and `finish_reason`."""
 
     def __init__(self, messages: Iterable[Message], tools: list | None = None):
         super().__init__(messages)
@@ -132,7 +132,7 @@ def _weight(turn: dict, role: str) -> dict[str, int]:
 
 
 def _said(turn: dict) -> Message:
-    """Return the fields that `specdec regenerate` has added to an answer."""
+    """Return the fields that `specdec data regenerate` has added to an answer."""
     tokens, reason = turn.get("tokens"), turn.get("finish_reason")
     if tokens is not None and not (isinstance(tokens, list) and all(type(token) is int for token in tokens)):
         raise ValueError(f"the field 'tokens' of an answer must be a list of token ids, got {shown(tokens)}")

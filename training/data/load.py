@@ -163,7 +163,7 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
     tally.report()
     if not samples:
         raise ValueError(
-            "the data hold no conversation in which the assistant speaks; prompts get answers by specdec regenerate"
+            "the data hold no conversation in which the assistant speaks; specdec data regenerate answers prompts"
         )
     for number, sample in enumerate(samples):
         sample.number = number

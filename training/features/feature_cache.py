@@ -171,7 +171,7 @@ class FeatureCache:
         paths = [shard_path(self.folder, i, count) for i in range(count)]
         if missing := sum(not path.is_file() for path in paths):
             raise ValueError(
-                f"{folder} lacks {missing} of {len(paths)} shards: specdec cache with its settings goes on"
+                f"{folder} lacks {missing} of {len(paths)} shards: specdec train cache with its settings goes on"
             )
         self.shards = [open_shard(path, self.manifest) for path in paths]
         self.samples: list[Sample] = []
@@ -196,7 +196,7 @@ class FeatureCache:
         """Raise ValueError, one sentence with both values, unless target, tokenizer, taps and data are those that made
         this cache. The draft vocabulary must be too if the cache stores its most likely tokens."""
         now = describe(target, taps, vocab, samples, self.keep, self.manifest.get("source"))
-        check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec cache")
+        check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec train cache")
 
     def features(self, target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager) -> Features:
         """As `online_features`. The target runs only for a batch that holds other conversations."""
@@ -253,9 +253,9 @@ def open_shard(path: Path, manifest: dict):
         shard = safe_open(path, framework="pt")
         found = (shard.metadata() or {}).get("cache", "").split(" ")[0]
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}; specdec cache with its settings makes it anew") from None
+        raise ValueError(f"{path} is damaged: {error}; specdec train cache with its settings makes it anew") from None
     if found != manifest_signature(manifest):
-        raise ValueError(f"{path} belongs to another cache: remove it, and let specdec cache make it anew")
+        raise ValueError(f"{path} belongs to another cache: remove it, and let specdec train cache make it anew")
     return shard
 
 

@@ -1,6 +1,6 @@
 """One process or many: their numbers, how they share gradients, sums over all of them.
 
-Start several with `torchrun --nproc-per-node=N -m specdec.training.train ...`, or, on GPUs, `accelerate launch -m ...`.
+Start several with `torchrun --nproc-per-node=N -m specdec train ...`, or, on GPUs, `accelerate launch -m ...`.
 accelerate joins them, wraps the module (DDP), holds gradients back while they accumulate, sums and gathers. Three
 things stay ours or torch's own:
 

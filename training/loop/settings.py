@@ -4,12 +4,13 @@ import dataclasses
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-
-import torch
+from typing import TYPE_CHECKING
 
 from specdec.cli.limits import MOST
 from specdec.schema import check_value, ranged
-from specdec.training.loop.optim import schedule
+
+if TYPE_CHECKING:  # commands check these settings before torch is loaded
+    import torch
 
 EPOCHS = 2  # more answers teach more than the same ones again (docs/log.md)
 MANY = 40  # epochs; EAGLE's authors take so many, and no other trainer more
@@ -64,6 +65,8 @@ class TrainerConfig:
             raise ValueError(f"trainer.autocast must be null or bf16, got {self.autocast!r}")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"trainer.ema must be null or a decay between 0 and 1, got {self.ema}")
+        from specdec.training.loop.optim import schedule
+
         schedule(0, 1, 0, self.schedule)
 
     @property
@@ -80,8 +83,10 @@ class TrainerConfig:
         steps = math.ceil((self.epochs or EPOCHS) * batches / self.accumulate)
         return dataclasses.replace(self, steps=steps, epochs=None)
 
-    def autocasting(self, device: torch.device) -> AbstractContextManager:
+    def autocasting(self, device: "torch.device") -> AbstractContextManager:
         """The precision in which the target and the drafter run."""
+        import torch
+
         return nullcontext() if self.autocast is None else torch.autocast(device.type, torch.bfloat16)
 
 

@@ -1,7 +1,7 @@
-"""Our engine against others, in one run (Hydra):  specdec bench suite=quick prompts=questions.jsonl
+"""Our engine against others, in one run (Hydra):  specdec lab bench suite=quick prompts=questions.jsonl
 
-    specdec bench suite=standard shape=llama_3_2_1b device=cuda        # random weights: speed only
-    specdec bench suite=quick shape=llama_3_1_8b device=cuda simulate_tau=3.5
+    specdec lab bench suite=standard shape=llama_3_2_1b device=cuda        # random weights: speed only
+    specdec lab bench suite=quick shape=llama_3_1_8b device=cuda simulate_tau=3.5
 
 Prints a table and writes one JSON file, again after every trial; the last line is one JSON object. docs/bench.md
 explains the numbers, `--cfg job` prints every setting.
@@ -16,9 +16,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target
-from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import check_writable
-from specdec.cli.hydra_entry import hydra_command
 from specdec.lab.bench.bench import Bench, random_prompts, read_configurations, text_prompts
 from specdec.lab.bench.contenders import Contender, Ours, of_transformers_by_name
 from specdec.lab.bench.memory import bandwidth
@@ -112,7 +110,6 @@ def title_of(settings: dict, target) -> str:
     return ", ".join(words)
 
 
-@one_sentence_errors
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
     out, suite = Path(settings["out"]), settings["suite"]
@@ -142,9 +139,3 @@ def run(config: DictConfig) -> None:
     print_rows(rows, title)
     speeds = {f"{r['configuration']}: {r['contender']}": r.get("tokens_per_second") for r in rows}
     print(json.dumps({"benchmark": title, "out": str(out), "tokens_per_second": speeds}))
-
-
-main = hydra_command(run, "bench")
-
-if __name__ == "__main__":
-    main()

@@ -115,13 +115,13 @@ class Proof:
 
     def bench(self, name: str, seconds: float, contenders: str, shape: str | None = None) -> Stage:
         """The benchmark of a shape with a simulated tau, or of the trained pair."""
-        text = f"-m specdec.lab.bench.bench_command device={self.device} budget_s={{budget}} {contenders} "
+        text = f"-m specdec lab bench device={self.device} budget_s={{budget}} {contenders} "
         if shape is not None:
             tree = " ".join(f"{key}={value}" for key, value in TREE.items())
             text += f"shape={shape} simulate_tau={SIMULATED_TAU} {tree} {self.sizes.shape}"
             return self.stage(name, seconds, text, out="out={}")
         target, draft = self.pair
-        words = f"target.path={target}", f"draft={draft}", f"prompts={self.work / 'pair' / 'heldout.jsonl'}"
+        words = f"target={target}", f"draft={draft}", f"prompts={self.work / 'pair' / 'heldout.jsonl'}"
         how = {"out": "out={}", "result": f"bench_{name}", "needs": self.pair}
         return self.stage(name, seconds, text + self.sizes.pair, *words, **how)
 
@@ -135,13 +135,13 @@ class Proof:
         (target, draft), sizes, answers = self.pair, self.sizes, self.work / "answers"
         folder, on_device = target.parent, f"--device {self.device}"
         pretrain = f"scripts/pretrain_target.py {on_device} --seconds {{limit}} {sizes.target} --out"
-        regenerate = f"-m specdec.training.regenerate {on_device} {sizes.answers} --target"
-        learn = f"-m specdec.training.train device={self.device} drafter=eagle3_1 drafter.draft_vocab_size=null "
+        regenerate = f"-m specdec data regenerate {on_device} {sizes.answers} --target"
+        learn = f"-m specdec train device={self.device} drafter=eagle3_1 drafter.draft_vocab_size=null "
         learn += f"drafter.train_head=false data.bad=skip {sizes.drafter}"
-        words = f"target.path={target}", f"out={self.work / 'draft'}", f"data.path={answers}/answers*.jsonl"
+        words = f"target={target}", f"out={self.work / 'draft'}", f"data={answers}/answers*.jsonl"
         words = *words, "objective.terms={tokens: 1.0}"  # as the demo's
-        generate = f"-m specdec.generate --compare --json {on_device} {sizes.tau}"
-        both = "--target", target, "--draft", draft, "--prompt-file", folder / "heldout.jsonl"
+        generate = f"-m specdec generate --compare --json {on_device} {sizes.tau}"
+        both = "--target", target, "--draft", draft, "--prompts", folder / "heldout.jsonl"
         asked = target, "--prompts", folder / "prompts.jsonl", "--out", answers / "answers.jsonl"
         missing = {} if self.conversations else {"void": "no --conversations were given"}
         learnt = {"makes": draft, "needs": (target, answers)}

@@ -116,13 +116,14 @@ def prove(
     cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
     pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(target, drafter)]
     proof = Proof()
-    for how, together in (("all rows together", True), ("one row at a time", False)):
-        proof.rollback.append((how, prove_rollback(target, prompts[:3], together=together, seed=seed)))
     provers = {}
-    with tqdm(total=2 * len(cases) + 4 * len(pairs) + 1, desc="proving", leave=False) as bar:
+    with tqdm(total=2 * len(cases) + 4 * len(pairs) + 2 + len(TEXTS), desc="proving", leave=False) as bar:
+        for how, together in (("all rows together", True), ("one row at a time", False)):
+            proof.rollback.append((how, prove_rollback(target, prompts[:3], together=together, seed=seed)))
+            bar.update()
         for how, sampling in TEXTS.items():
             provers[how] = EqualityProver(target, prompts, max_new_tokens, sampling, seed)
-        bar.update()
+            bar.update()
         for name, tree in pairs:
             for how, prover in provers.items():
                 proof.equal.append((name, describe(tree), how, prover.prove(drafters[name], tree, rule("match"))))

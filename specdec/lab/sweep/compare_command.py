@@ -1,52 +1,77 @@
-"""Compare drafters on the same target, prompts and settings (Hydra):  specdec compare prompts=questions.jsonl
+"""Compare drafters on the same target, prompts and settings:  specdec compare --prompts questions.jsonl
 
-Every prompt is decoded plainly and with each of `drafts`, or entry of conf/compare.yaml, in turn. Prints a table and
+Every prompt is decoded plainly and with each drafter of --draft, or entry of conf/compare.yaml, in turn. With --with
+transformers,ctranslate2,llama.cpp, other engines decode too. Prints a table and
 a summary in words, writes table.csv, chart.png and result.json under `out`; the last line is one JSON object. `--cfg
 job` prints every setting.
 """
 
 import json
+import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import ops, registry
-from specdec.api import DEMO_TARGET
-from specdec.cli.errors import one_sentence_errors
+from specdec.api import DEMO_TARGET, load_drafter
 from specdec.cli.files import output_folder
-from specdec.cli.hydra_entry import hydra_command
+from specdec.lab.bench.bench import Bench, Configuration, text_prompts
+from specdec.lab.bench.bench_command import make_contenders
+from specdec.lab.bench.memory import bandwidth
+from specdec.lab.bench.table import print_rows
 from specdec.lab.machine import machine_in_short
+from specdec.lab.models import read_entry
 from specdec.lab.output import write_csv, write_figure, write_json
 from specdec.lab.sweep.compare import as_rows
-from specdec.lab.sweep.comparison import compare, named
+from specdec.lab.sweep.comparison import FIELDS, compare, named
 from specdec.model.names import bundled, called
-from specdec.text import read_prompts
+from specdec.text import encode_prompt, read_prompts
 from specdec.training.build import instantiate
 from specdec.training.train import load_some
 from specdec.trees.spec import tree_of_settings
 
+ENGINE_PROMPT = 64  # tokens of the prompts that other engines decode
+
 
 def entries_of(settings: dict) -> dict:
-    """What is compared: `drafts`, or else `entries`. ValueError for the demo's entries with another target."""
+    """What is compared: `draft`, or else `entries`. ValueError for the demo's entries with another target."""
     if not isinstance(settings["entries"], dict):
         raise ValueError(f"entries must map names to drafters, got {settings['entries']!r:.60}")
-    if settings["drafts"]:
-        return named(settings["drafts"])
+    if settings["draft"]:
+        return named(settings["draft"])
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")["entries"]
     target = settings["target"]["path"]
     if target is not None and Path(bundled(target)) != DEMO_TARGET and settings["entries"] == own:
         raise ValueError(
-            f"target.path={target} needs drafters of its own, and the entries are the demo's: give drafts=[DRAFT,ngram]"
+            f"the target {target} needs drafters of its own, and the entries are the demo's: give --draft DRAFT,ngram"
         )
     return settings["entries"]
 
 
-@one_sentence_errors
+def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> list[dict]:
+    """Decode with other engines, plainly, and with the first drafter, by the benchmark of `specdec lab bench`: prompts
+    of `ENGINE_PROMPT` tokens, greedy. Returns its rows."""
+    engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
+    contenders = ["plain", "speculative", *({"transformers": "sdpa"}.get(name, name) for name in engines)]
+    settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
+    drafter = read_entry(entry, FIELDS, "the first entry")
+    maps = {"token_map": drafter.get("token_map", settings["token_map"])}
+    new, context = settings["max_new_tokens"], target.config.context
+    made = make_contenders(
+        settings, target, lambda: load_drafter(drafter["draft"], target, **maps), min(ENGINE_PROMPT + new, context)
+    )
+    texts = text_prompts([encode_prompt(target, text, settings["raw"]) for text in prompts], 1)
+    how = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
+    bench = Bench(target, made, texts, bandwidth(target.device), **how, progress=partial(print, file=sys.stderr))
+    return bench.run(Configuration(f"prompts of {ENGINE_PROMPT} tokens", ENGINE_PROMPT, new))
+
+
 def run(config: DictConfig) -> None:
     if not config.prompts:
         raise ValueError(
-            "no prompts: give prompts=FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"
+            "no prompts: give --prompts FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"
         )
     if config.max_new_tokens < 2:  # there would be no rates to compare
         raise ValueError("max_new_tokens must be at least 2: the first token comes from the prefill")
@@ -66,17 +91,15 @@ def run(config: DictConfig) -> None:
     name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
     title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
     result = {"plain_tokens_per_second": rate, "scores": [asdict(s) for s in scores], "verdict": found.verdict}
+    if settings["with"]:
+        result["engines"] = with_engines(settings, target, next(iter(entries.values())), prompts)
     try:
         write_csv(out / "table.csv", as_rows(scores))
         write_json(out / "result.json", result | {"settings": settings} | machine_in_short())
         write_figure(out / "chart.png", found.plot(title))
     finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
         found.print()
+        if settings["with"]:
+            print_rows(result["engines"], "other engines")
     print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
-
-
-main = hydra_command(run, "compare")
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ from rich.table import Table
 
 from specdec.cli.terminal import console, print_table
 from specdec.lab.sweep.store import by_drafter, groups, tree_name
-from specdec.structs import FILTERS, PENALTIES, Sampling
+from specdec.sampling_settings import FILTERS, PENALTIES, Sampling
 
 COLUMNS = {  # of the table of points: heading -> is it a number?
     "drafter": False,

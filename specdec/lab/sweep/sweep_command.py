@@ -1,4 +1,4 @@
-"""Drafters and trees on a benchmark (Hydra):  specdec sweep benchmark=mt_bench draft=DRAFT topk=[1,4]
+"""Drafters and trees on a benchmark (Hydra):  specdec sweep --prompts mt_bench --draft DRAFT --topk 1,4
 
 Writes points/, results.jsonl, timings.jsonl, report.html and figures/ under `out`; the last line is one JSON object.
 The same command continues an interrupted sweep. `--cfg job` prints every setting; docs/sweeps.md has the details.
@@ -13,9 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 from specdec.api import DEMO_TARGET
-from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import no_empty_folder
-from specdec.cli.hydra_entry import hydra_command
 from specdec.cli.lock import only_writer
 from specdec.lab.machine import command_line
 from specdec.lab.models import own_names
@@ -52,7 +50,8 @@ def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
     best = settings["best_tree"]
     if best is not None:
         best = best | {"num_draft_tokens": sorted(set(as_list(settings["num_draft_tokens"])))}
-    trees = grid(settings["topk"], settings["steps"], settings["num_draft_tokens"], settings["block"])
+    axes = (settings[name] for name in ("topk", "steps", "num_draft_tokens", "block"))
+    trees = list(map(str, as_list(settings["draft_tree"]))) if settings["draft_tree"] is not None else grid(*axes)
     return sweep.points(drafts, trees, settings["baseline"], best)
 
 
@@ -71,7 +70,6 @@ def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, in
     return counts
 
 
-@one_sentence_errors
 def run(config: DictConfig) -> None:
     settings = OmegaConf.to_container(config, resolve=True)
     out = Path(config.out)
@@ -109,9 +107,3 @@ def sweep_in(out: Path, settings: dict, config: DictConfig) -> None:
             print(f"report: {out / 'report.html'}")
     found = {"out": str(out)} | counts_of(results)
     print(json.dumps(found | {"to_be_measured_elsewhere": waiting} | counts))
-
-
-main = hydra_command(run, "sweep")
-
-if __name__ == "__main__":
-    main()

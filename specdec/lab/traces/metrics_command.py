@@ -1,13 +1,10 @@
-"""Every metric of one trace or more:  specdec metrics TRACE ..."""
+"""Every metric of one trace or more:  specdec trace metrics TRACE ..."""
 
 import argparse
 import json
-from pathlib import Path
 
 from rich.table import Table
 
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.flags import command_parser
 from specdec.cli.terminal import console
 from specdec.engine.trace_files import read_trace
 from specdec.engine.traces import DEPTH_IN_WORDS
@@ -41,21 +38,7 @@ def _cell(entry: dict[str, float | None]) -> str:
     return f"{entry['value']:.3f}{between}"
 
 
-def parser() -> argparse.ArgumentParser:
-    p = command_parser(
-        "metrics", "Every metric of one trace or more; docs/metrics.md says what each means.", "TRACE ..."
-    )
-    p.add_argument("traces", nargs="+", type=Path, metavar="TRACE", help="a folder that --trace wrote")
-    p.add_argument("--level", type=float, default=0.95, help="of the confidence intervals (default 0.95)")
-    p.add_argument("--resamples", type=int, default=1000, help="of the bootstrap over questions (default 1000)")
-    p.add_argument("--seed", type=int, default=0, help="of the bootstrap")
-    p.add_argument("--json", action="store_true", help="one JSON object, a trace's folder to its metrics, and no table")
-    return p
-
-
-@one_sentence_errors
-def main(argv: list[str] | None = None) -> None:
-    args = parser().parse_args(argv)
+def run(args: argparse.Namespace) -> None:
     how = {"level": args.level, "resamples": args.resamples, "seed": args.seed}
     summaries = {str(folder): summary(read_trace(folder).rows, **how) for folder in args.traces}
     if args.json:
@@ -63,7 +46,3 @@ def main(argv: list[str] | None = None) -> None:
         return
     for table in tables(summaries):
         console(160).print(table)
-
-
-if __name__ == "__main__":
-    main()

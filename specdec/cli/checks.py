@@ -1,0 +1,168 @@
+"""What flags may not say together, and what can be refused before torch is loaded."""
+
+import argparse
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+from specdec import own, registry
+from specdec.cli.files import check_writable
+from specdec.cli.flags import SAMPLING
+from specdec.cli.parser import read_flags
+from specdec.cli.reading import open_text
+from specdec.cli.settings import DRAFTING, NOT_A_TREE
+from specdec.model.names import check_place
+from specdec.model_settings import ModelSettings
+from specdec.sampling_settings import Sampling
+
+DECODE = ("generate", "serve")
+
+# Commands, a flag, those that contradict it, and why.
+CONTRADICTIONS = (
+    (DECODE, "no_draft", (*DRAFTING, "adaptive", "show_trees", "compare"), ""),
+    (DECODE, "tree", NOT_A_TREE, ", which is a whole tree"),
+    (DECODE, "compile", ("no_graphs",), ": compiled rounds are replayed"),
+    (("generate",), "compile", ("adaptive",), " but in `specdec serve`: its rounds are eager"),
+    (("generate",), "chat", ("json", "compare", "raw"), ""),
+    (("generate",), "tp_plan", ("chat", "adaptive", "recalibrate", "compile"), ": it is for a process alone"),
+    (("lab bench serve",), "rate", ("concurrency",), ": requests arrive in one of the two ways"),
+    (("prove",), "server", ("draft", "self_test"), ": a server has its own drafter"),
+)
+# Commands, flags, and the one that they need.
+NEEDS = (
+    (("generate",), ("limit",), "prompts"),
+    (("generate",), ("logprobs",), "json"),
+    (("prove", "data regenerate"), ("plain_server", "served_model_name"), "server"),
+)
+# Commands, and flags of which one at least is given; True if one alone.
+ONE_OF = (
+    (("generate",), ("prompt", "prompts", "chat"), True),
+    (("data count",), ("data", "text"), False),
+    (("tune tree",), ("keep", "out"), False),
+)
+SUFFIXES = {"data regenerate": (".jsonl",), "data count": (".json", ".pt")}
+PACKAGES = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "lab bench serve": ("httpx2",)}
+
+
+def check(name: str, args: argparse.Namespace) -> None:
+    """Raise ValueError, one sentence, for flags of a command that contradict each other, and for files, models and
+    packages that are not there."""
+    _check_together(name, args)
+    flags = vars(args)
+    if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
+        raise ValueError(f"specdec {name} needs {', '.join(missing)}: pip install 'specdec[serve]'")
+    if set(SAMPLING) <= set(flags):
+        read_flags(Sampling, args)
+    if name in OWN:
+        OWN[name](args)
+    for flag, what in (("prompts", "prompt"), ("json_schema", "JSON schema"), ("settings", "settings")):
+        if isinstance(flags.get(flag), Path):
+            with open_text(flags[flag], what):
+                pass
+    for flag in ("out", "chart"):
+        if flags.get(flag) is not None and not name.startswith("checkpoint"):
+            if flag == "out" and name in SUFFIXES and args.out.suffix not in SUFFIXES[name]:
+                raise ValueError(f"--out must end in {' or '.join(SUFFIXES[name])}, got {args.out}")
+            if name != "data regenerate":  # which makes the folder
+                check_writable(flags[flag])
+    for flag in ("target", "draft"):
+        given = flags.get(flag)
+        for place in given if isinstance(given, list) else [given]:
+            code, checkpoint = own.split(str(place))
+            if place is not None and not str(place).startswith("ngram") and (checkpoint or code not in own.points()):
+                check_place(place)
+    verifier = flags.get("verifier")
+    if verifier is not None and not own.is_own(verifier) and verifier not in own.points():
+        registry.settings("verifier", args.verifier)
+
+
+def _check_together(name: str, args: argparse.Namespace) -> None:
+    def given(flag: str) -> bool:
+        return getattr(args, flag, None) not in (None, False, (), [])
+
+    def shown(flag: str) -> str:
+        return f"--{flag.replace('_', '-')}"
+
+    for commands, flags, alone in ONE_OF:
+        count = sum(map(given, flags))
+        if name in commands and (not count or (alone and count > 1)):
+            listed = f"{', '.join(map(shown, flags[:-1]))} and {shown(flags[-1])}"
+            raise ValueError(f"give {'exactly' if alone else 'at least'} one of {listed}")
+    for commands, flag, others, why in CONTRADICTIONS:
+        for other in others if name in commands and given(flag) else ():
+            if given(other):
+                raise ValueError(f"{shown(other)} contradicts {shown(flag)}{why}")
+    for commands, flags, needed in NEEDS:
+        for flag in flags if name in commands and not given(needed) else ():
+            if given(flag):
+                raise ValueError(f"{shown(flag)} needs {shown(needed)}: give both")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    if args.prompt is not None and not args.prompt.strip():
+        raise ValueError("the prompt is empty; write something after --prompt")
+    _decodes(args)
+    if args.batch_size > 1 and args.show_trees:
+        raise ValueError("--show-trees draws one sequence at a time: leave --batch-size at 1")
+
+
+def _decodes(args: argparse.Namespace) -> None:
+    if not args.no_draft:
+        read_flags(ModelSettings, args).check_pair(", or --no-draft to decode plainly")
+
+
+def _serve(args: argparse.Namespace) -> None:
+    if args.tree == "auto":
+        raise ValueError(
+            "--tree auto chooses for one load, and a server has many: give --topk, --steps, or --adaptive NAME"
+        )
+    _decodes(args)
+
+
+def _regenerate(args: argparse.Namespace) -> None:
+    if args.samples > 1 and not args.temperature:
+        raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
+    if args.part is not None:
+        args.part = read_part(args.part)
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """'2/4' -> (2, 4). Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if found is None or int(found[1]) >= int(found[2]):
+        raise ValueError(f"--part is K/N, such as 0/4 for the first of 4 parts, and not {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def _tune(args: argparse.Namespace) -> None:
+    if args.max_new_tokens < 2:
+        raise ValueError("--max-new-tokens must be at least 2: the first token comes from the prefill")
+    _pair(args)
+
+
+def _pair(args: argparse.Namespace) -> None:
+    read_flags(ModelSettings, args).check_pair()
+
+
+def _tree(args: argparse.Namespace) -> None:
+    if args.topk > 36:  # the digits of acceptance.json
+        raise ValueError(f"--topk must be at most 36, got {args.topk}")
+    if args.keep and not (args.draft and Path(args.draft).is_dir()):
+        raise ValueError("--keep writes into the drafter's folder: give it as --draft FOLDER")
+    _pair(args)
+
+
+def _prove(args: argparse.Namespace) -> None:
+    if args.target is not None and args.draft is None and args.server is None:
+        raise ValueError("a target of your own needs its drafters: give --draft")
+
+
+def _load(args: argparse.Namespace) -> None:
+    if not 0 <= args.range_ratio < 1:
+        raise ValueError(f"--range-ratio must be at least 0 and below 1, got {args.range_ratio:g}")
+
+
+OWN = {
+    "generate": _generate, "serve": _serve, "data regenerate": _regenerate, "tune": _tune, "tune tree": _tree,
+    "prove": _prove, "lab bench serve": _load, "trace diagnose": _pair,
+}  # fmt: skip

@@ -1,0 +1,108 @@
+"""The words of a command with settings of Hydra: the names that all commands share, values quoted, lists as 1,4."""
+
+import difflib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from specdec import registry
+from specdec.cli.flags import FLAGS, MEANT
+
+HYDRA_FLAGS = (  # of which argparse takes the beginning too
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+)
+WITH_VALUE = ("--cfg", "--package", "--config", "--shell", "--experimental")  # how flags begin that take one
+PLAIN = re.compile(r"[\w./:@%+*?|$\\-]*", re.ASCII)  # what Hydra reads as it is
+WRITTEN = re.compile(r"""['"\[{].*|\w+\(.*\)|.*\$\{.*""", re.DOTALL)  # in Hydra's own grammar, which stays
+
+
+def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], given: Sequence[str]) -> list[str]:
+    """Return a command line as Hydra reads it.
+
+    Args:
+        conf: The command's settings, conf/CONF.yaml.
+        words: Name of a flag that all commands share -> the setting that it stands for.
+        old: Old name of a setting -> its name.
+        given: NAME=VALUE, --NAME=VALUE, --NAME VALUE or --SWITCH, and Hydra's own flags.
+
+    Raises:
+        ValueError: A flag does not exist, or has no value.
+    """
+    own = registry.read_yaml(registry.CONF / f"{conf}.yaml", "settings")
+    several = any(word == "-m" or (len(word) > 2 and "--multirun".startswith(word)) for word in given)
+    found, rest = [], list(given)
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("-") and (not word.startswith("--") or _is_hydras(word)):
+            takes = word.startswith(("-cd", "-cp", "-cn", "-c", "-p", *WITH_VALUE)) and "=" not in word
+            found += [word, *(rest[:1] if takes else [])]
+            del rest[: 1 if takes else 0]
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word.startswith("--"):
+            name = name.replace("-", "_")
+            _check_name(name, word.partition("=")[0], [*words, *own])
+            if not equals:
+                value = _value(name, own, rest)
+        elif "." not in name and name not in own and name not in words and MEANT.get(name) in {*own, *words}:
+            raise ValueError(f"there is no setting {name}; there is {MEANT[name]}")
+        if name in old:
+            print(f"note: the setting {name} is now {old[name]}", file=sys.stderr)
+            name = old[name]
+        found.append(_setting(name, value, words, several) if equals or word.startswith("--") else word)
+    return found
+
+
+def _is_hydras(word: str) -> bool:
+    return any(known.startswith(word.partition("=")[0]) for known in HYDRA_FLAGS)
+
+
+def _check_name(name: str, flag: str, known: Sequence[str]) -> None:
+    if name.partition(".")[0] in {*known, *registry.GROUPS}:
+        return
+    near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, 2)
+    said = f"there is {' and '.join('--' + n.replace('_', '-') for n in near)}" if near else "--help lists all"
+    raise ValueError(f"there is no flag {flag}; {said}")
+
+
+def _value(name: str, own: Mapping, rest: list[str]) -> str:
+    """Take the value of a flag from the words after it; a switch has none."""
+    switch = FLAGS[name].kind is bool if name in FLAGS else isinstance(own.get(name), bool)
+    if switch and (not rest or rest[0] not in ("true", "false")):
+        return "true"
+    if not rest:
+        raise ValueError(f"--{name.replace('_', '-')} takes a value")
+    return rest.pop(0)
+
+
+def _setting(name: str, value: str, words: Mapping[str, str], several: bool) -> str:
+    """Return NAME=VALUE as Hydra reads it. several: commas part the values of several runs, as --multirun has it."""
+    path = words.get(name, name)
+    group = path.partition(".")[0]
+    if name in words and path.endswith(".path") and value in registry.names(group):
+        return f"{group}={value}"
+    if name in words and value.startswith("{"):
+        path = name
+    if value.startswith("[") and path in registry.GROUPS:
+        raise ValueError(f"{path} must be the name of a file in conf/{path}, got {value}")
+    if WRITTEN.fullmatch(value) or (several and "," in value) or (value == "" and name not in words):
+        return f"{path}={value}"
+    if "," in value and " " not in value and not path.endswith(".path") and not _is_file(name):
+        return f"{path}=[{','.join(_quoted(part.strip()) for part in value.split(','))}]"
+    return f"{path}={_quoted(value)}"
+
+
+def _is_file(name: str) -> bool:
+    return name in FLAGS and FLAGS[name].kind is Path
+
+
+def _quoted(value: str) -> str:
+    return value if PLAIN.fullmatch(value) else quoted(value)
+
+
+def quoted(word: str) -> str:
+    """Return a word as Hydra reads it, whatever it holds. A backslash is one there, except before a quotation mark."""
+    escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), word)
+    return "'" + escaped.replace("${", "\\${") + "'"

@@ -25,7 +25,7 @@ from specdec.verify import make_verifier
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  # of `answer`, beside the sampling
+REQUEST = ("max_new_tokens", "stop", "json_schema", "logprobs", "seed", "raw")  # of `answer`, besides the sampling
 TYPES: dict[str, Any] = {
     "max_new_tokens": int | list[int] | tuple[int],
     "stop": str | list | tuple,

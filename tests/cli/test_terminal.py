@@ -17,9 +17,9 @@ def test_a_table_is_no_wider_than_the_terminal(width, monkeypatch):
     print_table(console(160, file=out), table, names[3:])
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= width
-    kept = out.getvalue().count("12345.678")
-    assert kept == {40: 3, 60: 4, 80: 6, 200: 6}[width], "numbers stay whole"
-    assert ("left out" in out.getvalue()) == (kept < 6)
+    shown = out.getvalue().count("12345.678")
+    assert shown == {40: 3, 60: 4, 80: 6, 200: 6}[width], "numbers stay whole"
+    assert ("left out" in out.getvalue()) == (shown < 6)
 
 
 def test_the_width_without_a_terminal(monkeypatch):

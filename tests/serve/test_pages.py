@@ -25,7 +25,7 @@ def marked(choices: list[dict]) -> list[dict]:
 
 @pytest.mark.parametrize("interval", [None, 1, 3])
 def test_responses_mark_the_tokens_that_were_drafted(pair, interval):
-    @served(told={"acceptance": "summary", "stream_interval": interval})
+    @served(reporting={"acceptance": "summary", "stream_interval": interval})
     async def test(server):
         for path, asked, prompt in ((CHAT, {"messages": HELLO}, HELLO), (TEXT, {"prompt": "The quick"}, "The quick")):
             expected = solo(server.target, prompt, 40, eos=frozenset())
@@ -34,13 +34,13 @@ def test_responses_mark_the_tokens_that_were_drafted(pair, interval):
             tokens = marked(whole["choices"])
             assert "".join(token["text"] for token in tokens) == expected.text
             assert len(tokens) == whole["usage"]["completion_tokens"] == 40
-            told = whole["metrics"]["speculative_decoding"]
-            assert sum(token["drafted"] for token in tokens) == told["num_accepted_draft_tokens"] > 0
-            assert whole["choices"][0]["speculative"]["rounds"] == told["num_spec_steps"]
+            reported = whole["metrics"]["speculative_decoding"]
+            assert sum(token["drafted"] for token in tokens) == reported["num_accepted_draft_tokens"] > 0
+            assert whole["choices"][0]["speculative"]["rounds"] == reported["num_spec_steps"]
             assert not tokens[0]["drafted"], "the prefill's token"
             events = [event["choices"][0] for event in await server.stream(path, **body)]
             assert marked(events) == tokens
-            assert events[-1]["speculative"]["rounds"] == told["num_spec_steps"]
+            assert events[-1]["speculative"]["rounds"] == reported["num_spec_steps"]
             rounds = [event["speculative"]["rounds"] for event in events]
             assert rounds == sorted(rounds)
             assert content([{"choices": [event]} for event in events]) == expected.text

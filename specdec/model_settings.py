@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.model.names import DEMO, bundled
+from specdec.model.names import DEMO, default_draft
 
 if TYPE_CHECKING:  # commands read these settings before torch is loaded
     from specdec.contracts import Drafter
@@ -37,9 +37,8 @@ class ModelSettings:
                 raise ValueError(f"{name} is empty: is a variable not set? Give a folder, a hub name, or None")
 
     def check_pair(self, otherwise: str = "") -> None:
-        """Raise ValueError for a target without a drafter: the demo's fits no other. otherwise: what else helps."""
-        demo = self.target is None or Path(bundled(self.target)) == DEMO_TARGET
-        if not demo and self.draft is None:
+        """Raise ValueError for a target without a drafter, unless one is bundled for it. otherwise: what else helps."""
+        if self.draft is None and default_draft(self.target) is None:
             raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
 
     def load_target(self) -> "Target":
@@ -55,7 +54,7 @@ class ModelSettings:
         from specdec.drafters.formats import load_drafter
 
         return load_drafter(
-            self.draft or DEMO_DRAFTER,
+            self.draft or default_draft(self.target) or DEMO_DRAFTER,
             target,
             token_map=self.token_map,
             feedback=self.feedback,

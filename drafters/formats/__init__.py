@@ -40,12 +40,21 @@ from specdec.drafters.formats.user_code import from_code
 from specdec.drafters.layers import restrict
 from specdec.model import finite
 from specdec.model.archs.wrapped import text_config
-from specdec.model.checkpoint import DRAFT_DTYPES, named_tensors, read_headers, read_pickle, read_tensors, write_folder
+from specdec.model.checkpoint import (
+    DRAFT_DTYPES,
+    holds_int8,
+    named_tensors,
+    read_headers,
+    read_pickle,
+    read_tensors,
+    write_folder,
+)
 from specdec.model.config_fields import DIAGNOSED, check_config
 from specdec.model.layers import round_weights
 from specdec.model.loader import is_transformers
 from specdec.model.names import bundled, resolve
 from specdec.model.weight_files import read_json
+from specdec.ops.linear import has_int8
 from specdec.schema import named_arguments, shown
 
 if TYPE_CHECKING:
@@ -84,8 +93,7 @@ EMBEDDING = "embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A draft checkpoint without its spelling (`base`). If only its headers were read, its weights are on the meta
-    device, but for the tensors `MAPS`."""
+    """A draft checkpoint without its spelling (`base`). With headers alone, all but `MAPS` is on the meta device."""
 
     path: str
     family: Family
@@ -202,7 +210,7 @@ def load_drafter(
         target: The target that the drafter was trained for.
         token_map: File of a token map (FR-Spec) that restricts the proposals.
         feedback: 'pre' or 'post' the norm, for MTP heads inside the target's checkpoint.
-        dtype: 'fp32', 'bf16', 'fp16', 'int8' (weights in products, on a CPU), or None for the target's.
+        dtype: 'fp32', 'bf16', 'fp16' or 'int8' (in products, on a CPU). None: int8 if the file is, else the target's.
         allow_nonfinite: Accept weights with NaN or Inf.
 
     Raises:
@@ -231,7 +239,7 @@ def load_drafter(
         restrict(drafter, read_token_map(Path(bundled(token_map)), target.vocab).ids)
         drafter.acceptance = None  # it was measured with all tokens
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
-    rounds = dtype == torch.int8
+    rounds = dtype == torch.int8 or (dtype is None and holds_int8(resolve(path)) and has_int8(target.device))
     drafter.to(device=target.device, dtype=target.dtype if rounds else dtype or target.dtype)
     if not allow_nonfinite and not checkpoint.nonfinite:
         for name, weight in drafter.named_parameters():

@@ -51,7 +51,7 @@ def names(text: str) -> list[str]:
 
 MODELS = {
     "target": Flag("folder or hub name of the target (default: demo/target)"),
-    "draft": Flag("folder, hub name, demo/NAME, ngram or ngram:suffix (default: demo/mtp)"),
+    "draft": Flag("folder, hub name, demo/NAME, ngram or ngram:suffix (default: the target's bundled one)"),
     "token_map": Flag("the drafter proposes these tokens only (FR-Spec): .json or .pt", Path),
     "feedback": Flag("of MTP heads in a target: before or after the norm", choices=("pre", "post")),
     "draft_dtype": Flag("of the drafter: bf16, fp16, fp32, int8 (default: the target's)",

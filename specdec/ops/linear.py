@@ -210,11 +210,15 @@ def _can_be_packed(weight: Tensor) -> bool:
     )
 
 
+def has_int8(device: torch.device) -> bool:
+    """Return whether there is a product with weights in int8."""
+    fbgemm = torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(torch, "quantize_per_channel")
+    return device.type == "cpu" and (native.has_rows() or fbgemm)
+
+
 def check_int8(device: torch.device) -> None:
     """Raise ValueError where there is no product with weights in int8."""
-    fbgemm = torch.backends.quantized.engine in ("x86", "fbgemm") and hasattr(torch, "quantize_per_channel")
-    there = native.has_rows() or fbgemm
-    if device.type != "cpu" or not there:
+    if not has_int8(device):
         raise ValueError("draft_dtype int8 needs a CPU of the x86 family: give fp32 or bf16, or leave it out")
 
 

@@ -16,6 +16,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Reads
 from specdec.engine.trace_files import check_trace_folder, write_trace
+from specdec.model.names import called, default_draft
 from specdec.model.target import Target
 from specdec.model_settings import ModelSettings
 from specdec.threads import Call, Made
@@ -181,7 +182,7 @@ def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | 
         stream_interval=args.stream_interval,
         acceptance=args.per_request_spec_decode_metrics,
         prompt_details=args.enable_prompt_tokens_details,
-        speculation=Speculation.of(engine, args.draft or "demo/mtp", str(tree_of(args))),
+        speculation=Speculation.of(engine, args.draft or called(default_draft(args.target) or ""), str(tree_of(args))),
     )
 
 

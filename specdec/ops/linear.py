@@ -41,8 +41,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 UNIT = 64  # outputs that `rows.cpp` divides among threads together
 SCALES = 2  # pairs of inputs that give way to the scales of a UNIT of outputs in int8
 
-# Values of a weight that is worth rounding for FBGEMM: for smaller ones the call itself takes most of the time, and
-# without VNNI the products.
+# Size from which FBGEMM gains by rounding: below it the call, or without VNNI the products, take most of the time.
 LARGE = 2**20 if torch.cpu._is_vnni_supported() else 2**22
 
 Product = Callable[[Tensor], Tensor]  # x [R,in] -> [R,out]

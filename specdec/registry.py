@@ -11,10 +11,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from specdec import own
 from specdec.cli.reading import check_yaml, read_text
 from specdec.schema import shown
@@ -108,6 +104,10 @@ def read_yaml(path: str | os.PathLike, what: str):
     """The content of a YAML or JSON file in plain Python values: dicts, lists, texts, numbers.
 
     what: names the kind of file in errors. Raises ValueError, one sentence, if the file is not there or is no YAML."""
+    from omegaconf import OmegaConf  # half of the time of a command's help
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
     file = Path(path)
     text = read_text(file, what)
     check_yaml(text, str(path))

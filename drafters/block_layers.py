@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from specdec.drafters.layers import DraftLayer, DraftShape
 from specdec.model.attention import Attend, Attention
-from specdec.model.layers import Linear
+from specdec.model.layers import Linear, ModuleList
 from specdec.ops.rope_write import rotate
 
 
@@ -62,7 +62,9 @@ class BlockForward:
         """[rows, rows] bool: which slots each slot sees in a layer."""
         ahead = torch.arange(self.rows) - torch.arange(self.rows)[:, None]  # slots from the query to the key
         seen = ahead <= 0 if (self.sliding_causal if sliding else self.causal) else ahead < self.rows
-        return seen & (ahead.abs() < self.window) if sliding and self.window_from == "slot" else seen
+        if sliding and self.window is not None and self.window_from == "slot":
+            return seen & (ahead.abs() < self.window)
+        return seen
 
     def depths(self) -> Tensor:
         """[rows]: where the window of each slot ends, counted from the anchor."""
@@ -84,7 +86,7 @@ class BlockAttention(Attention):
         """Fused features [B,n,H] of context positions -> their keys and values [B,n,K,Dh]."""
         weight = self.qkv.weight[self.heads * self.head_dim :]
         k, v = F.linear(features, weight).unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(2)
-        return rotate(self.k_norm(k), *rope), v
+        return rotate(k if self.k_norm is None else self.k_norm(k), *rope), v
 
 
 class SlotConvolution(nn.Module):
@@ -124,12 +126,14 @@ def _mixed(x: Tensor, shares: Tensor, moving: Tensor, rows: int) -> Tensor:
 class BlockLayer(DraftLayer):
     """A decoder layer as Qwen3 has it, with norms of each query and key head, and DFlash2's convolutions."""
 
+    attention: BlockAttention
+
     def __init__(self, shape: DraftShape, how: BlockForward):
         super().__init__(shape, BlockAttention(shape))
         self.rows = how.rows
-        self.convolutions = None
+        self.convolutions: ModuleList[SlotConvolution] | None = None
         if how.convolution:
-            self.convolutions = nn.ModuleList(SlotConvolution(shape.hidden, how.convolution) for _ in range(2))
+            self.convolutions = ModuleList(SlotConvolution(shape.hidden, how.convolution) for _ in range(2))
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         if self.convolutions is None:

@@ -112,6 +112,8 @@ class Domino(ConditionalHead):
     """Domino's residual: a GRU reads the embeddings of the tokens up to a slot, and a narrow MLP sees its state and the
     slot (arXiv 2605.29707). The state is carried along the path, where the authors' code reads the block again."""
 
+    embedding: Tensor  # [V,H]
+
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, state: int = 1024, prefix: int = 1):
         """state: width of the GRU. prefix: so many of the first slots that draft keep their base logits."""
         super().__init__()

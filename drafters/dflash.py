@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.children import LIKELIEST
-from specdec.contracts import Children, DraftState
+from specdec.contracts import Children, DraftState, Features
 from specdec.drafters.block_layers import BlockForward, BlockLayer, SlotConvolution
 from specdec.drafters.conditional import ConditionalHead, Confidence, head_of
 from specdec.drafters.eagle3 import spread_taps
@@ -23,7 +23,7 @@ from specdec.drafters.unroll_block import Blocks, blocks_behind
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import Linear, LinearMap, RMSNorm, freeze, unfreeze
+from specdec.model.layers import Linear, LinearMap, ModuleList, RMSNorm, freeze, unfreeze
 from specdec.model.rope import RopeTable
 from specdec.model.target import check_taps
 
@@ -32,6 +32,15 @@ class BlockDrafter(CachedDrafter):
     """The backbone. Embeddings and head are the target's. A conditional head may follow, which changes the logits of a
     slot by the tokens drafted before it."""
 
+    shape: DraftShape
+    switches: BlockForward
+    block: int
+    embedding: Tensor  # [V,H]
+    masks: Tensor  # [1,rows-1] ids
+    depths: Tensor  # [rows]
+    seen: Tensor  # [rows,rows] bool; None without such layers
+    seen_sliding: Tensor
+    base: Tensor  # [B,block,U] logits of the slots of the tree that grows
     recompute = False
 
     def __init__(
@@ -60,20 +69,22 @@ class BlockDrafter(CachedDrafter):
         self.rope = RopeTable(shape.rope, shape.head_dim)
         self.fc = Linear(len(taps) * shape.hidden, shape.hidden, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
-        self.layers = nn.ModuleList(BlockLayer(shape, forward) for _ in range(layers))
+        self.layers = ModuleList(BlockLayer(shape, forward) for _ in range(layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
-        own = Linear(shape.hidden, vocab.size, bias=False) if head is None else None
-        self.head: LinearMap = own or SharedHead(head, vocab.ids)
+        self.head: LinearMap
+        if head is None:
+            self.head = Linear(shape.hidden, vocab.size, bias=False)
+        else:
+            self.head = SharedHead(head, vocab.ids)
         self.conditional, self.confidence = conditional, confidence
-        self.base: Tensor | None = None  # [B,block,U] logits of the slots of the tree that grows
         self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
     @property
-    def capturable(self) -> bool:
+    def capturable(self) -> bool:  # type: ignore[override]
         return self.cut == 0  # a cut proposal has `levels`
 
     @property
-    def conditioned(self) -> bool:
+    def conditioned(self) -> bool:  # type: ignore[override]
         return self.conditional is not None
 
     def heads_in_use(self) -> list[LinearMap]:
@@ -105,7 +116,7 @@ class BlockDrafter(CachedDrafter):
         return cache_bytes(len(self.layers), rows, self._slots(slots), shape.kv_heads, shape.head_dim, self.embedding)
 
     def absorb(
-        self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+        self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         places = cache.places[: tokens.shape[1]]
         rope, slots = self.rope(cache.lens[:, None] + places), cache.slots_of(places)
@@ -136,7 +147,7 @@ class BlockDrafter(CachedDrafter):
         return (self.confidences(first, tokens).sigmoid() >= self.cut).cumprod(1).sum(1)
 
     @property
-    def confident(self) -> bool:
+    def confident(self) -> bool:  # type: ignore[override]
         return self.confidence is not None
 
     def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
@@ -160,17 +171,17 @@ class BlockDrafter(CachedDrafter):
         if self.conditional is None:
             return first.slot(0, 1)
         self.base = first.logits  # of all slots in one product: the head's weights are most of what drafting reads
-        return self._conditioned(first, 0, first.hidden)
+        return self._conditioned(self.conditional, first, 0, first.hidden)
 
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         if self.conditional is None:
             return first.slot(level, tokens.shape[1])
-        return self._conditioned(first, level, self.conditional.read(tokens, hidden))
+        return self._conditioned(self.conditional, first, level, self.conditional.read(tokens, hidden))
 
-    def _conditioned(self, first: DraftState, level: int, carried: Tensor) -> DraftState:
+    def _conditioned(self, head: ConditionalHead, first: DraftState, level: int, carried: Tensor) -> DraftState:
         """Return the state of slot `level` of a block after paths whose tokens gave `carried` [B,W,C]."""
         readout = first.readout[:, level : level + 1]
-        logits, carried = self.conditional(self.base[:, level : level + 1], readout, carried, level)
+        logits, carried = head(self.base[:, level : level + 1], readout, carried, level)
         return DraftState(carried, logits)
 
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:

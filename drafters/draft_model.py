@@ -11,9 +11,9 @@ from torch import Tensor
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.cache import KVCache
+from specdec.model.language_model import LanguageModel
 from specdec.model.loader import load_target
 from specdec.model.names import resolve
-from specdec.model.target import Target
 from specdec.schema import shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
@@ -26,20 +26,22 @@ class DraftModel(Drafter):
     trees are deep.
     """
 
+    vocab: DraftVocab
+    cache: KVCache
     trust = 1.0  # a language model, and no head that was taught a peak
     keeps_first = True
 
-    def __init__(self, model: Target, vocab: DraftVocab | None = None):
+    def __init__(self, model: LanguageModel, vocab: DraftVocab | None = None):
         """vocab: the tokens of the target that are proposed; those of ids that the model does not have are never."""
         super().__init__()
         self.model, self.vocab = model, vocab or DraftVocab(model.vocab)
 
     @property
-    def capturable(self) -> bool:
+    def capturable(self) -> bool:  # type: ignore[override]
         return self.model.capturable
 
     @property
-    def chains_only(self) -> bool:
+    def chains_only(self) -> bool:  # type: ignore[override]
         return self.model.chains_only
 
     def reset(self, rows: int, slots: int) -> None:
@@ -95,7 +97,7 @@ def create(
     return DraftModel(model, vocab).eval()
 
 
-def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -> Target:
+def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -> LanguageModel:
     """The language model of a checkpoint folder or hub name, on the target's device; ValueError as for `create`. One of
     transformers that is in memory has no tokenizer to compare, so its vocabulary must be of the target's size."""
     if not isinstance(path, str | os.PathLike):
@@ -128,4 +130,9 @@ def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:
     named = config.get("architectures")
     if named and not (isinstance(named, list) and isinstance(named[0], str)):
         raise ValueError(f"config.json: architectures must be a list of names, got {shown(named)}")
-    return bool(named) and named[0].endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors
+    return (
+        isinstance(named, list)
+        and bool(named)
+        and named[0].endswith("ForCausalLM")
+        and "model.embed_tokens.weight" in tensors
+    )

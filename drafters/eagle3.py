@@ -11,7 +11,7 @@ from specdec.drafters.recurrent import RecurrentDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import Attend, Attention
 from specdec.model.ends import state_sizes
-from specdec.model.layers import GatedMLP, Linear, NormPair, RMSNorm
+from specdec.model.layers import GatedMLP, Linear, LinearMap, ModuleList, NormPair, RMSNorm
 from specdec.model.target import check_taps
 
 
@@ -48,6 +48,8 @@ class Eagle3(RecurrentDrafter):
     """The published head. Features of the taps, concatenated low to high, go through `fc`; the layer attends over
     [norm(embedding), norm(hidden)]; its output is fed back *before* the final norm, which only the head sees."""
 
+    switches: Eagle3Forward
+
     def __init__(
         self,
         shape: DraftShape,
@@ -61,7 +63,7 @@ class Eagle3(RecurrentDrafter):
         super().__init__(shape, taps, vocab, embedding)
         self.switches = switches = forward or Eagle3Forward()
         h, width = shape.hidden, tap_width or shape.hidden
-        self.tap_norms = nn.ModuleList(RMSNorm(width, shape.eps) for _ in taps) if switches.tap_norms else None
+        self.tap_norms = ModuleList(RMSNorm(width, shape.eps) for _ in taps) if switches.tap_norms else None
         self.input_norm = RMSNorm(len(taps) * width, shape.eps) if switches.input_norm else None
         self.fc = Linear(len(taps) * width, h, bias=False)
         self.tap_scale: Tensor | None = None  # [F], by which features are multiplied while training
@@ -72,7 +74,7 @@ class Eagle3(RecurrentDrafter):
         self.post_norm = RMSNorm(h, shape.eps)
         self.mlp = GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
-        self.head = Linear(h, vocab.size, bias=False)
+        self.head: LinearMap = Linear(h, vocab.size, bias=False)
 
     def fuse(self, feats: Tensor) -> Tensor:
         if self.tap_norms is not None:

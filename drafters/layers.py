@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.contracts import Drafter, DraftState
+from specdec.contracts import Drafter, DraftState, Features
 from specdec.drafters.vocab import DraftVocab
+from specdec.model.archs import ModelConfig
 from specdec.model.attention import Attend, Attention
 from specdec.model.cache import KVCache
 from specdec.model.layers import GatedMLP, LinearMap, RMSNorm, check_heads
@@ -65,7 +66,7 @@ def split_sizes(target, settings: Mapping[str, Any], **sizes) -> tuple[DraftShap
     return shape_like(target, **sizes, **given), {k: v for k, v in settings.items() if k not in given}
 
 
-def start(drafter: nn.Module, target, init: str) -> None:
+def start(drafter: Drafter, target: Any, init: str) -> None:
     """Random weights, on the target's device; `init` 'target' then lets the drafter repeat what the target said one
     token before (`start_from`), 'random' leaves it at that. Parameters are fp32 whatever the target is."""
     if init not in ("target", "random"):
@@ -122,7 +123,8 @@ class SumHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[...,H1+H2+...] -> [...,U]"""
-        return sum(self.parts(x))
+        first, *others = self.parts(x)
+        return sum(others, first)
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """[...,H1+H2+...] -> what is added, [...,U] each."""
@@ -133,13 +135,16 @@ class SumHead:
 class CachedDrafter(Drafter):
     """A drafter with a head and a cache. A subclass says how it absorbs committed positions (`absorb`)."""
 
+    cache: KVCache
+    vocab: DraftVocab
+    shape: DraftShape | ModelConfig
     head: LinearMap
     capturable = True
     learns = True
 
     @abstractmethod
     def absorb(
-        self, cache: KVCache, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+        self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         """Do what `extend` says, in `cache`, which `prefill` says holds nothing yet."""
 
@@ -149,11 +154,11 @@ class CachedDrafter(Drafter):
     def set_heads(self, heads: list[LinearMap]) -> None:
         (self.head,) = heads
 
-    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+    def admit(self, row: int, first: Tensor, feats: Features, tokens: Tensor, n: Tensor) -> DraftState:
         part = self.cache.admit(row, len(first), tokens.shape[1])
         return self.absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
 
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+    def extend(self, feats: Features, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self.absorb(self.cache, feats, tokens, n, max_len)
 
 
@@ -163,8 +168,9 @@ def restrict(drafter: Drafter, ids: Tensor) -> None:
     old, heads = drafter.vocab, drafter.heads_in_use()
     if not heads:
         raise ValueError(f"{type(drafter).__name__} has no head that a token map could cut")
-    chosen = DraftVocab(old.target_size, ids.to(heads[0].weight.device))
-    rows = old.from_target(chosen.ids)
+    ids = ids.to(heads[0].weight.device)
+    DraftVocab(old.target_size, ids)  # which checks the ids
+    rows = old.from_target(ids.long())
     rows = rows[rows >= 0]
     if not len(rows):
         raise ValueError("the token map and the drafter's own vocabulary have no token in common")

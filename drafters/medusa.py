@@ -2,14 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.contracts import Drafter, DraftState
+from specdec.contracts import Drafter, DraftState, Features
 from specdec.drafters.layers import SharedHead, start
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.layers import Linear, LinearMap
+from specdec.model.layers import Linear, LinearMap, ModuleList
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Medusa(Drafter):
     The matrix from hidden states to logits is each head's own, as in the first paper, or the target's for all of them.
     """
 
+    vocab: DraftVocab
+    heads: "ModuleList[LinearMap]"
+    blocks: "ModuleList[Any]"  # of `ResidualBlock`s
+    head: LinearMap
     capturable = True
     learns = True
 
@@ -50,13 +55,13 @@ class Medusa(Drafter):
         blocks = (
             nn.Sequential(*(ResidualBlock(shape.hidden) for _ in range(shape.blocks))) for _ in range(shape.heads)
         )
-        self.blocks = nn.ModuleList(blocks)
+        self.blocks = ModuleList(blocks)
         if shape.own_heads:
-            self.heads = nn.ModuleList(Linear(shape.hidden, vocab.size, bias=False) for _ in range(shape.heads))
+            self.heads = ModuleList(Linear(shape.hidden, vocab.size, bias=False) for _ in range(shape.heads))
         else:
             self.head = SharedHead(head, vocab.ids)
 
-    def head_of(self, level: int) -> nn.Module:
+    def head_of(self, level: int) -> LinearMap:
         return self.heads[level] if self.shape.own_heads else self.head
 
     def heads_in_use(self) -> list[LinearMap]:
@@ -64,7 +69,7 @@ class Medusa(Drafter):
 
     def set_heads(self, heads: list[LinearMap]) -> None:
         if self.shape.own_heads:
-            self.heads = nn.ModuleList(heads)
+            self.heads = ModuleList(heads)
         else:
             self.head = heads[0]
 
@@ -73,7 +78,7 @@ class Medusa(Drafter):
         readout = self.blocks[level](hidden)
         return DraftState(hidden.expand(-1, width, -1), readout.expand(-1, width, -1), self.head_of(level))
 
-    def extend(self, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+    def extend(self, feats: Features, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         last = (n - 1).clamp_(min=0)
         feats = feats.to(self.head_of(0).weight.dtype)  # the drafter's may be narrower than the target's
         hidden = feats.gather(1, last[:, None, None].expand(-1, 1, feats.shape[-1]))

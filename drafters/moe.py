@@ -61,7 +61,7 @@ class MoE(nn.Module):
         """rows [R,H] -> weights [R,C] and experts [R,C] of the C chosen ones."""
         how = self.experts
         logits = F.linear(rows.float(), self.router.weight.float())
-        if how.score == "softmax":
+        if self.router_bias is None:  # by softmax
             weights, chosen = logits.softmax(-1).topk(how.chosen, dim=-1)
         else:
             scores = logits.sigmoid()

@@ -19,7 +19,7 @@ from specdec.drafters.layers import (
 from specdec.drafters.recurrent import RecurrentDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import Attend, Attention
-from specdec.model.layers import Freezable, GatedMLP, Linear, NormPair, RMSNorm
+from specdec.model.layers import Freezable, GatedMLP, Linear, ModuleList, NormPair, RMSNorm
 
 Function = Callable[..., Tensor]
 
@@ -94,6 +94,8 @@ class MtpLayer(Freezable):
 class Mtp(RecurrentDrafter):
     """One head applied again and again, or several: head l drafts level l, the last one all further levels."""
 
+    switches: MtpForward
+
     def __init__(
         self,
         shape: DraftShape,
@@ -110,7 +112,7 @@ class Mtp(RecurrentDrafter):
         switches = forward or MtpForward()
         super().__init__(shape, (tap,), vocab, embedding, heads, switches.rotary_dim)
         self.switches = switches
-        self.blocks = nn.ModuleList(MtpLayer(shape, switches, mlp and mlp()) for _ in range(heads))
+        self.blocks = ModuleList(MtpLayer(shape, switches, mlp() if mlp else None) for _ in range(heads))
         self.head = SharedHead(head, vocab.ids)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -154,7 +156,8 @@ def create(
     config = target.config
     vocab = vocab or DraftVocab(config.vocab)
     switches = MtpForward(feedback=feedback, hidden_first=hidden_first)
-    shape = shape_like(target, **shape)
-    drafter = Mtp(shape, config.layers, vocab, target.embed.weight, target.head.weight, heads, switches)
+    drafter = Mtp(
+        shape_like(target, **shape), config.layers, vocab, target.embed.weight, target.head.weight, heads, switches
+    )
     start(drafter, target, init)
     return drafter

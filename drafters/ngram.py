@@ -7,6 +7,7 @@ of, for all places at once. The tokens that followed the matches are the candida
 """
 
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,9 +70,10 @@ class Matches(DraftState):
         return Matches(self.drafter, self.text, self.lens, self.hidden[:, :count])
 
     def compact(self, index: Tensor) -> "Matches":
-        return Matches(self.drafter, *(x[index] for x in (self.text, self.lens, self.hidden, self.levels)))
+        levels = None if self.levels is None else self.levels[index]
+        return Matches(self.drafter, self.text[index], self.lens[index], self.hidden[index], levels)
 
-    def joined(self, other: "Matches") -> "Matches":
+    def joined(self, other: Any) -> "Matches":
         size = max(self.hidden.shape[-1], other.hidden.shape[-1])
         lengths = torch.cat([F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)])
         text, lens, levels = (torch.cat([getattr(x, n) for x in (self, other)]) for n in ("text", "lens", "levels"))
@@ -136,6 +138,8 @@ class NGram(Drafter):
         return self._root(self.history, self.lens, max_len)
 
     def compact(self, survivors: Survivors) -> None:
+        if self.memory is None:  # no row was admitted
+            return
         for row, place in survivors.moves:
             self.memory[place] = self.memory[row]
         self.history, self.lens = self.memory[: survivors.count], self.lens[survivors.index]
@@ -146,7 +150,7 @@ class NGram(Drafter):
         return Matches(self, self.history, self.lens, (F.pad(hidden, (1, -1)) + 1).mul_(same))
 
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
-        if children is not LIKELIEST or not on_host(first.hidden):
+        if not isinstance(first, Matches) or children is not LIKELIEST or not on_host(first.hidden):
             return super().chain(first, steps, children)
         text, lengths = first.text.numpy(), first.hidden[:, 0].numpy()
         ends = self._ends(first.lens, lengths.shape[1])
@@ -176,7 +180,7 @@ class NGram(Drafter):
             levels = self._levels(lengths[:, 0].amax(-1))
         return Matches(self, text, lens, lengths, levels)
 
-    def _levels(self, longest: Tensor | np.ndarray) -> Tensor | np.ndarray:
+    def _levels(self, longest: Any) -> Any:
         """Number of levels proposed after matches whose longest has `longest` [B] tokens."""
         longest = longest * (longest >= self.min_ngram)
         return longest.clip(0, 1) * ALL if self.reach is None else (longest - 1).clip(0) * self.reach

@@ -46,6 +46,8 @@ class Voting:
     @cached_property
     def draft_ids(self) -> Array:
         """[V], -1 for tokens that are not drafted."""
+        if self.target_ids is None:
+            return np.arange(self.vocab)
         ids = np.full(self.vocab, -1)
         ids[self.target_ids] = np.arange(len(self.target_ids))
         return ids
@@ -54,10 +56,12 @@ class Voting:
         """The winner, and the winner after it, `steps` times: draft ids, and log-probabilities of the path so far.
 
         text [n] has the match lengths [n-1] at the places that a token follows."""
-        ids, logq, total = [], [], 0.0
+        ids: list[int] = []
+        logq, total = [], 0.0
         for step in range(steps):
             if step:
-                lengths = longer(text, lengths, ids[-1] if self.target_ids is None else self.target_ids[ids[-1]])
+                token = ids[-1] if self.target_ids is None else int(self.target_ids[ids[-1]])
+                lengths = longer(text, lengths, token)
             winner, logp = self.winner(text, lengths)
             total += logp
             ids.append(winner)

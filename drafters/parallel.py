@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.contracts import DraftState
+from specdec.contracts import DraftState, Features
 from specdec.drafters.layers import CachedDrafter
 from specdec.drafters.unroll_block import chains_behind
 from specdec.model.attention import CacheView, NoCache
@@ -33,6 +33,7 @@ class MaskedBlocks:
 class ParallelDrafter(CachedDrafter):
     """A subclass says what its layers take of a row (`real`, `masked`), and what they make of it (`run`)."""
 
+    block: int
     recompute = False
     earliest = 1  # first place of a document after which a block is trained: the first with a feature before it
 
@@ -43,11 +44,11 @@ class ParallelDrafter(CachedDrafter):
         self.block = block
 
     @abstractmethod
-    def real(self, feats: Tensor | None, tokens: Tensor) -> Tensor:
+    def real(self, feats: Features, tokens: Tensor) -> Tensor:
         """What the layers take of committed rows: features [B,n,F], tokens [B,n] one further on -> [B,n,E]."""
 
     @abstractmethod
-    def masked(self, feats: Tensor | None, anchors: Tensor) -> Tensor:
+    def masked(self, feats: Features, anchors: Tensor) -> Tensor:
         """What they take of the mask rows after rows anchors [B,A] of feats [B,n,F] -> [B,A,E]."""
 
     @abstractmethod
@@ -61,7 +62,7 @@ class ParallelDrafter(CachedDrafter):
     # Decoding
 
     def absorb(
-        self, cache: KVCache, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+        self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         """The first n [B] of P positions, followed by the mask rows: one causal forward of P + block - 1 rows. Padding
         rows come last, and no other row sees them."""

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.contracts import DraftState
+from specdec.contracts import DraftState, Features
 from specdec.drafters.dflash import default_taps
 from specdec.drafters.draft_model import load_model
 from specdec.drafters.layers import SharedHead, shape_like
@@ -23,6 +23,7 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_config, rope_fields
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
+from specdec.model.language_model import LanguageModel
 from specdec.model.layers import Linear
 from specdec.model.names import resolve
 from specdec.model.target import Target, check_taps
@@ -40,13 +41,14 @@ class PardForward:
 class Pard(ParallelDrafter):
     """Any model of our own decoder whose layers see all positions."""
 
+    switches: PardForward
     trust = 1.0  # a language model, and no head that was taught a peak
     keeps_first = True
     earliest = -1  # the authors learn blocks with nothing before them, too
 
     def __init__(
         self,
-        model: Target,
+        model: LanguageModel,
         config: dict,
         vocab: DraftVocab,
         block: int,
@@ -56,14 +58,14 @@ class Pard(ParallelDrafter):
     ):
         """config: the model's, as its config.json has it. taps: none for PARD; tap_width: the target's hidden size."""
         super().__init__()
-        shape = model.config if isinstance(model, Target) else None
-        if shape is None or any(shape.sliding) or shape.logit_softcap or shape.attention_scale:
+        shape = model.config
+        if not isinstance(model, Target) or any(shape.sliding) or shape.logit_softcap or shape.attention_scale:
             raise ValueError("PARD takes models of the Llama kind, without windows and caps on logits")
         self.set_block(block)
         self.model, self.config, self.shape, self.switches = model.requires_grad_(True), config, shape, forward
         self.vocab, self.taps, self.tap_width = vocab, tuple(taps), tap_width
         self.head = model.head if vocab.ids is None else SharedHead(model.head.weight, vocab.ids)
-        self.target_proj = Linear(len(taps) * tap_width, shape.hidden, bias=False) if taps else None
+        self.target_proj = Linear(len(taps) * (tap_width or shape.hidden), shape.hidden, bias=False) if taps else None
 
     def reset(self, rows: int, slots: int) -> None:
         self.cache = self.model.new_cache(rows, slots + 1 + self.block).clear(0)
@@ -77,7 +79,7 @@ class Pard(ParallelDrafter):
         for rope in self.model.ropes:
             rope.reserve(positions, self.model.norm.weight)
 
-    def texts(self, feats: Tensor | None, tokens: Tensor, documents: Tensor, anchors: Tensor) -> tuple:
+    def texts(self, feats: Features, tokens: Tensor, documents: Tensor, anchors: Tensor) -> tuple:
         """Texts as rows, of which token 0 is the first. No document begins with a feature."""
         if self.first_tokens is None:
             raise ValueError("a language model reads token 0 of a text too: set first_tokens")
@@ -88,10 +90,10 @@ class Pard(ParallelDrafter):
             feats = F.pad(feats * inside, (0, 0, 1, 0))
         return feats, tokens, documents, anchors + 1
 
-    def real(self, feats: Tensor | None, tokens: Tensor) -> Tensor:
+    def real(self, feats: Features, tokens: Tensor) -> Tensor:
         return self._added(self._embedded(tokens), feats)
 
-    def masked(self, feats: Tensor | None, anchors: Tensor) -> Tensor:
+    def masked(self, feats: Features, anchors: Tensor) -> Tensor:
         embeds = self._embedded(torch.full_like(anchors, self.switches.mask_token))
         if not self.taps:
             return embeds
@@ -102,8 +104,8 @@ class Pard(ParallelDrafter):
         embed, *_ = self.model.parts
         return embed(tokens)
 
-    def _added(self, embeds: Tensor, feats: Tensor | None) -> Tensor:
-        if not self.taps:
+    def _added(self, embeds: Tensor, feats: Features) -> Tensor:
+        if self.target_proj is None:
             return embeds
         return embeds + self.switches.scale * self.target_proj(feats.to(embeds.dtype))
 
@@ -118,7 +120,7 @@ class Pard(ParallelDrafter):
     def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
         return CacheView(cache, count, None, self.model.groups, prefill=prefill)
 
-    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+    def admit(self, row: int, first: Tensor, feats: Features, tokens: Tensor, n: Tensor) -> DraftState:
         """Token 0 goes in with the others."""
         whole = torch.cat([first[:, None], tokens], 1)
         feats = F.pad(feats, (0, 0, 1, 0)) if self.taps else None
@@ -154,13 +156,14 @@ def create(
     taps = default_taps(target.config.layers, taps) if isinstance(taps, int) else tuple(taps)
     check_taps(taps, target.config.layers)
     if path is not None:
-        config, model = read_json(resolve(path) / "config.json"), load_model(target, path)
+        config = read_json(resolve(path) / "config.json")
+        model = load_model(target, path)
     else:
         config = fresh_config(target, layers, **shape)
         model = fresh_model(target, config, init)
     mask = mask_row(mask_token, model.embed.weight)
     drafter = Pard(model.float(), config, vocab, block_size, PardForward(mask, scale), taps, target.config.hidden)
-    if taps:
+    if drafter.target_proj is not None:
         nn.init.zeros_(drafter.target_proj.weight)  # at first it reads what it read before
     return drafter.to(target.device)
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from specdec.contracts import Features
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward, choose_taps
 from specdec.drafters.layers import (
     DraftLayer,
@@ -15,12 +16,15 @@ from specdec.drafters.parallel import ParallelDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import Attention, CacheView, NoCache
 from specdec.model.cache import KVCache
+from specdec.model.layers import ModuleList
 from specdec.model.target import check_taps
 
 
 class PEagle(ParallelDrafter, Eagle3):
     """The published head. A mask row has the embedding of the mask token, and `mask_hidden` [F] in the place of the
     target's features, before `fc`. The embedding is the head's own, and learns."""
+
+    embedding: Tensor
 
     def __init__(
         self,
@@ -44,7 +48,7 @@ class PEagle(ParallelDrafter, Eagle3):
         self.mask_token, self.layers = mask_token, layers
         how = self.switches
         attentions = (Attention(shape, shape.hidden, how.qkv_bias, how.qk_norm) for _ in range(1, layers))
-        self.upper = nn.ModuleList(DraftLayer(shape, attention) for attention in attentions)
+        self.upper = ModuleList(DraftLayer(shape, attention) for attention in attentions)
         self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
         self.tap_width = self.fc.in_features // len(taps)
 
@@ -61,11 +65,11 @@ class PEagle(ParallelDrafter, Eagle3):
         """Texts as rows: as they are."""
         return feats, tokens, documents, anchors
 
-    def real(self, feats: Tensor, tokens: Tensor) -> Tensor:
+    def real(self, feats: Features, tokens: Tensor) -> Tensor:
         embeds = nn.functional.embedding(tokens, self.embedding)
         return torch.cat([embeds, self.fuse(feats.to(self.embedding.dtype))], -1)
 
-    def masked(self, feats: Tensor, anchors: Tensor) -> Tensor:
+    def masked(self, feats: Features, anchors: Tensor) -> Tensor:
         row = torch.cat([self.embedding[self.mask_token], self.fuse(self.mask_hidden[None])[0]])
         return row.expand(*anchors.shape, -1)
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.contracts import Children, DraftState
+from specdec.contracts import Children, DraftState, Features
 from specdec.drafters.layers import CachedDrafter, DraftShape
 from specdec.drafters.unroll import Rows, UnrolledAttention, recomputed
 from specdec.drafters.vocab import DraftVocab
@@ -42,6 +42,9 @@ class RecurrentDrafter(CachedDrafter):
     `layers` of them may differ: then level l is drafted by layer min(l, layers - 1), every layer absorbs the committed
     positions as the first does, and sees of the drafted ones those that went through itself.
     """
+
+    shape: DraftShape
+    embedding: Tensor  # [V,H]
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class RecurrentDrafter(CachedDrafter):
         return cache_bytes(self.layers, rows, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
 
     def absorb(
-        self, cache: KVCache, feats: Tensor, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
+        self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         count = tokens.shape[1]
         # A position alone says what it sees: without that a row's length would be taken to be `cache.max_len`.

@@ -53,7 +53,7 @@ class UnrolledAttention:
         if len(self.keys) > 1:  # [B,T,j,K,Dh] of the later calls
             own = torch.stack(self.keys[1:], dim=2), torch.stack(self.values[1:], dim=2)
         blocks = [slice(start, min(start + self.BLOCK, t)) for start in range(0, t, self.BLOCK)]
-        out = [self._attend(q[:, rows], rows, own and tuple(x[:, rows] for x in own)) for rows in blocks]
+        out = [self._attend(q[:, rows], rows, own and (own[0][:, rows], own[1][:, rows])) for rows in blocks]
         return torch.cat(out, dim=1).reshape(b, t, heads * dim)
 
     def _attend(self, q: Tensor, rows: slice, own: tuple[Tensor, Tensor] | None) -> Tensor:

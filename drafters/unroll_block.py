@@ -37,7 +37,7 @@ class BlockContext:
         rows = torch.arange(self.documents.shape[1], device=anchors.device)
         same = self.documents.gather(1, anchors)[..., None] == self.documents[:, None]
         seen = (same & (rows <= anchors[..., None]))[:, :, None]
-        if not sliding:
+        if not sliding or how.span is None:
             return seen.expand(-1, -1, how.rows, -1)
         ends = self.positions.gather(1, anchors)[..., None] + 1 + how.depths().to(anchors.device)  # [B,A,rows]
         return seen & (self.positions[:, None, None] > ends[..., None] - how.span)
@@ -123,10 +123,8 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
 def _block_piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor, visible: Tensor) -> Tensor:
     how, a = drafter.switches, anchors.shape[1]
     rows = torch.arange(how.rows, device=anchors.device)
-    own = tokens.gather(1, (anchors[..., None] + rows).clamp(max=tokens.shape[1] - 1).flatten(1)).view(
-        *anchors.shape, -1
-    )
-    ids = torch.where(rows < visible[..., None], own, how.mask_token)
+    texts = tokens.gather(1, (anchors[..., None] + rows).clamp(max=tokens.shape[1] - 1).flatten(1))
+    ids = torch.where(rows < visible[..., None], texts.view(*anchors.shape, -1), how.mask_token)
     places = context.positions.gather(1, anchors)[..., None] + torch.arange(1, 1 + how.rows, device=anchors.device)
     hidden, rope = F.embedding(ids.flatten(1), drafter.embedding), drafter.rope(places.flatten(1))
     seen = {sliding: context.seen(anchors, how, sliding) for sliding in set(drafter.sliding)}

@@ -9,6 +9,8 @@ from specdec.model.archs import ModelConfig
 class DraftVocab(nn.Module):
     """Which target tokens a drafter can propose: ids [U] in draft order, or all V of them (`ids` None)."""
 
+    ids: Tensor | None
+
     def __init__(self, target_size: int, ids: Tensor | None = None):
         super().__init__()
         if ids is not None:

@@ -12,10 +12,11 @@ import re
 import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, takewhile
 from math import comb
 from pathlib import Path
+from typing import Any
 
 from specdec.cli.limits import LIMITS
 from specdec.cli.reading import parse_json, read_text
@@ -35,7 +36,7 @@ class AlongTexts:
     temperature: float = ranged(0, LIMITS["temperature"].metadata["high"])
     topk: int = ranged(1, len(DIGITS))  # children that were looked at
     steps: int = ranged(1, LIMITS["steps"].metadata["high"])  # levels that were looked at
-    texts: tuple[str, ...]  # of each answer, a word for each token but the last
+    texts: tuple[str, ...]  # type: ignore[misc]  # of each answer, a word for each token but the last
 
     def __post_init__(self) -> None:
         check(type(self), vars(self), "")
@@ -75,10 +76,10 @@ class AlongTexts:
         ended, so the largest number of rounds per token counts, averaged over all choices of answers."""
         nodes = {"".join(DIGITS[rank] for rank in path) for path in paths}
 
-        def accepted(word: str) -> int:
-            return sum(1 for _ in takewhile(nodes.__contains__, accumulate(word)))
+        def accepted(words: list[str], at: int) -> int:
+            return sum(1 for _ in takewhile(nodes.__contains__, accumulate(words[at])))
 
-        rounds = [len(round_starts(len(ws), lambda at, ws=ws: accepted(ws[at]))) for ws in self.places]
+        rounds = [len(round_starts(len(words), partial(accepted, words))) for words in self.places]
         if batch == 1:
             return sum(map(len, self.places)) / max(sum(rounds), 1)
         rates = sorted(count / len(words) for count, words in zip(rounds, self.places, strict=True) if words)
@@ -158,7 +159,8 @@ def _entry(entry: object) -> AlongTexts:
     if not isinstance(entry, dict) or set(entry) != set(names):
         raise ValueError(f"an entry of measured has {', '.join(names)}, and not {shown(entry)}")
     check(AlongTexts, entry, "")  # before the texts become a tuple, which one text would become too
-    along = AlongTexts(**entry | {"texts": tuple(entry["texts"])})
+    given: dict[str, Any] = entry | {"texts": tuple(entry["texts"])}
+    along = AlongTexts(**given)
     if along.empty:  # every tree would have a tau of 0
         raise ValueError(f"the texts at temperature {along.temperature:g} hold no word")
     return along

@@ -24,8 +24,8 @@ from specdec.engine.engine import Engine, Result
 from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence, per_row
 from specdec.engine.traces import acceptance_by_depth, tau
+from specdec.model.language_model import LanguageModel
 from specdec.model.loader import load_target
-from specdec.model.target import Target
 from specdec.model_settings import DEMO_DRAFTER, DEMO_TARGET, ModelSettings
 from specdec.sampling.json_grammar import grammars_of
 from specdec.sampling.noise import Seed
@@ -102,7 +102,7 @@ class Generation:
 
 @named_arguments
 def generate(
-    target: "Target | PreTrainedModel | str | Path",
+    target: "LanguageModel | PreTrainedModel | str | Path",
     prompts: Prompt | abc.Sequence[Prompt],
     drafter: "Drafter | PreTrainedModel | str | Path | None" = None,
     *,
@@ -168,7 +168,7 @@ def _generate(target: Any, prompts: Any, drafter: Any, tree: Any, adaptive: Any,
     verifier = as_verifier(given.pop("verifier"))
     target = as_target(target)
     drafter = as_drafter(drafter, target)
-    parts = target, drafter, as_tree(tree, drafter, **shape), verifier
+    parts: Any = target, drafter, as_tree(tree, drafter, **shape), verifier
     if isinstance(adaptive, str) and drafter is not None:
         workload = Workload(len(as_prompts(prompts)), together=True)
         return answer(adaptive_engine(adaptive, workload, *parts, **how), prompts, **given)
@@ -240,12 +240,12 @@ def answer(
 
 def _stops_of_rows(stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]], rows: int) -> list[list[str]]:
     """The stop strings of each row."""
-    stop = [stop] if isinstance(stop, str) else list(stop)
-    if any(isinstance(strings, str) for strings in stop) or not stop:
-        stop = [stop] * rows
-    for strings in stop:
+    given: list[Any] = [stop] if isinstance(stop, str) else list(stop)
+    if any(isinstance(strings, str) for strings in given) or not given:
+        given = [given] * rows
+    for strings in given:
         check_stops(strings if isinstance(strings, abc.Sequence) else [strings])
-    return per_row(stop, rows, "stop")
+    return per_row(given, rows, "stop")
 
 
 __all__ = [

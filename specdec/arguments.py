@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import nn
@@ -14,8 +14,8 @@ from specdec.children import KINDS
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
 from specdec.engine.compatibility import most_steps
+from specdec.model.language_model import LanguageModel
 from specdec.model.loader import is_transformers, load_target
-from specdec.model.target import Target
 from specdec.schema import check_value, nearest, shown, typed
 from specdec.structs import Sampling, Verifier
 from specdec.trees.base import WORDS
@@ -72,18 +72,18 @@ def check_prompts(prompts: Any, order: str) -> None:
     raise TypeError(f"prompts must be a text, messages or token ids, or a list of these, got {shown(prompts)}{message}")
 
 
-def as_target(target: "Target | PreTrainedModel | str | Path") -> Target:
+def as_target(target: "LanguageModel | PreTrainedModel | str | Path") -> LanguageModel:
     """A target; a name is loaded, and a model of transformers is taken as it is in memory."""
     if isinstance(target, Drafter):
         raise TypeError(f"target is the drafter {shown(target)}: the target comes first, then the drafter")
     if isinstance(target, nn.Module):
-        return load_target(target) if is_transformers(target) else target
+        return load_target(target) if is_transformers(target) else cast(LanguageModel, target)
     if not isinstance(target, str | Path):
         raise TypeError(f"target must be a model or its name, such as demo/target, got {shown(target)}")
     return load_target(target)
 
 
-def as_drafter(drafter: "Drafter | PreTrainedModel | str | Path | None", target: Target) -> Drafter | None:
+def as_drafter(drafter: "Drafter | PreTrainedModel | str | Path | None", target: LanguageModel) -> Drafter | None:
     """A drafter; a name is loaded, and a model of transformers becomes a draft model."""
     check_drafter(drafter)
     return drafter if drafter is None or isinstance(drafter, Drafter) else load_drafter(drafter, target)
@@ -100,9 +100,9 @@ def check_drafter(drafter: Any) -> None:
 def as_tree(tree: Any, drafter: Drafter | None, **words: int | None) -> TreePolicy | None:
     """A policy; a text is read as `parse_tree` does, and three numbers are topk, steps and num_draft_tokens. The
     default has no more levels than the drafter guesses ahead. words: topk, steps and num_draft_tokens instead."""
-    words = {name: value for name, value in words.items() if value is not None}
-    if tree is not None and words:
-        raise ValueError(f"{next(iter(words))} contradicts tree: give one of the two")
+    given: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
+    if tree is not None and given:
+        raise ValueError(f"{next(iter(given))} contradicts tree: give one of the two")
     if isinstance(tree, str | Path):
         return parse_tree(tree)
     if isinstance(tree, abc.Sequence):
@@ -110,9 +110,10 @@ def as_tree(tree: Any, drafter: Drafter | None, **words: int | None) -> TreePoli
             raise ValueError(f"tree must be the three numbers topk, steps, num_draft_tokens, got {shown(tree)}")
         return make_tree(*tree)
     if tree is None and drafter is not None:
-        return make_tree(**{"steps": min(STEPS, most_steps(drafter) or STEPS)} | words)
-    if tree is None and words:
-        raise ValueError(f"{next(iter(words))} is of the draft tree: give a drafter too")
+        usual: dict[str, Any] = {"steps": min(STEPS, most_steps(drafter) or STEPS)}
+        return make_tree(**usual | given)
+    if tree is None and given:
+        raise ValueError(f"{next(iter(given))} is of the draft tree: give a drafter too")
     if tree is not None and not hasattr(tree, "grow"):
         raise TypeError(f"tree must be a text such as 4/5/16, three numbers or a tree, got {shown(tree)}")
     return tree

@@ -42,10 +42,8 @@ def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) 
     return kind
 
 
-class Likeliest:
+class Likeliest(Children):
     """The drafter's most likely tokens, without temperature, filters or noise."""
-
-    drawn = False
 
     def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
         return state.top(count)
@@ -54,14 +52,12 @@ class Likeliest:
 LIKELIEST = Likeliest()
 
 
-class Coupled:
+class Coupled(Children):
     """The drafter's tokens that the target is most likely to draw, given the noise that it draws by.
 
     The best have the largest s = trust * log q + G, q at the target's temperature and not filtered. `log softmax(s)`
     estimates what a child's log-probability is given the noise: it would be exact if log p - trust * log q were Gumbel
     noise of scale 1. docs/log.md compares this with other estimates, and has what filters cost."""
-
-    drawn = False
 
     def __init__(self, noise: RoundNoise, sampling: Sampling | SamplingBatch, trust: float = 1.0):
         """trust: `Drafter.trust`."""
@@ -81,7 +77,7 @@ class Coupled:
         return perturbed(scores, self.sampling, self.of[1][:, levels]).log_softmax(-1)
 
 
-class Drawn:
+class Drawn(Children):
     """Drawn from the drafter's distribution, filtered as the target's, by noise that the target does not draw by."""
 
     drawn = True

@@ -14,8 +14,11 @@ from torch import Tensor, nn
 from specdec.acceptance import Acceptance
 from specdec.model.cache import KVCache
 from specdec.model.layers import LinearMap
+from specdec.ops import Head
 from specdec.ops.likely import head_topk
 from specdec.structs import DraftTree, Survivors
+
+Features = Any  # Tensor [B,P,F] of the target; None for drafters without taps
 
 
 @dataclass
@@ -28,7 +31,7 @@ class DraftState:
 
     hidden: Tensor  # [B,W,any] what the drafter keeps of each position; a tree policy hands it back to `step`
     readout: Tensor  # [B,W,H] what the head reads; the logits themselves [B,W,U] if there is no head
-    head: LinearMap | None = None  # [U,H]
+    head: Head | None = None  # [U,H]
     # [B] of the state that a tree grows from: the number of levels with proposals, 0 for none, which follows from the
     # text alone. None: all levels of the tree.
     levels: Tensor | None = None
@@ -49,14 +52,14 @@ class DraftState:
 
     def joined(self, other: "DraftState") -> "DraftState":
         """These rows, and below them the rows of `other`."""
-        levels = None if self.levels is None else torch.cat([self.levels, other.levels])
+        levels = None if self.levels is None or other.levels is None else torch.cat([self.levels, other.levels])
         hidden, readout = torch.cat([self.hidden, other.hidden]), torch.cat([self.readout, other.readout])
         return DraftState(hidden, readout, self.head, levels)
 
     def blank(self, rows: int) -> "DraftState":
         """The state of so many rows of which nothing is known."""
-        parts = (self.hidden, self.readout, self.levels)
-        hidden, readout, levels = (None if x is None else x.new_zeros(rows, *x.shape[1:]) for x in parts)
+        hidden, readout = (x.new_zeros(rows, *x.shape[1:]) for x in (self.hidden, self.readout))
+        levels = None if self.levels is None else self.levels.new_zeros(rows, *self.levels.shape[1:])
         return DraftState(hidden, readout, self.head, levels)
 
     def first(self, count: int) -> "DraftState":
@@ -77,25 +80,34 @@ class Vocabulary(Protocol):
     size: int  # U
     target_size: int  # V
 
+    @property
+    def ids(self) -> Tensor | None:
+        """The target's ids [U] of the tokens; None for all."""
+
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft vocabulary ids -> target vocabulary ids, any shape."""
+
+    def from_target(self, target_ids: Tensor) -> Tensor:
+        """Target vocabulary ids -> draft vocabulary ids, any shape; -1 for tokens that cannot be proposed."""
 
     def select(self, logits: Tensor) -> Tensor:
         """Columns of the draft vocabulary: [..., V] -> [..., U]."""
 
 
-class Children(Protocol):
+class Children:
     """Which children a tree policy takes (`specdec.children`)."""
 
-    drawn: bool  # from the drafter's distribution: then policies ask `draw`, and say in the tree what it was
+    drawn: bool = False  # from the drafter's distribution: then policies ask `draw`, and say in the tree what it was
 
     def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
         """The best `count` children of the W nodes of tree level `level` (0: the root), or of a node of each level of a
         slice: log-probabilities (fp32) and draft ids [B,W,count], best first."""
+        raise NotImplementedError
 
     def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
         """logits [B,W,U] -> the probabilities [B,W,U] that children are drawn from, and `count` draft ids, in order,
         without replacement. If fewer have a probability above 0, the most likely other tokens follow."""
+        raise NotImplementedError
 
 
 class Drafter(nn.Module):
@@ -134,7 +146,7 @@ class Drafter(nn.Module):
     documents: Tensor | None = None  # None: one text each
     first_tokens: Tensor | None = None  # [B] for the next `unroll`: token 0 of each row, which it does not bring
     tap_width: int | None = None  # the target's hidden size, where it is not `shape.hidden`
-    switches: object = ""  # the settings in which drafters of one class differ; `str` distinguishes them
+    switches: Any = ""  # the settings in which drafters of one class differ; `str` distinguishes them
     conventions: Mapping[str, str] = MappingProxyType({})  # how a checkpoint was read, for reports
     acceptance: Acceptance | None = None  # what its `acceptance.json` says
     recipe: Mapping[str, object] | None = None  # how to make this drafter again (`specdec.drafters.formats.recipe`)
@@ -166,7 +178,7 @@ class Drafter(nn.Module):
         """Bytes of what `reset` keeps, for `engine.memory`."""
         return 0
 
-    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+    def admit(self, row: int, first: Tensor, feats: Features, tokens: Tensor, n: Tensor) -> DraftState:
         """Prefill: R rows join. They take the places row .. row+R-1; those before are in use already. What was known of
         the places taken is forgotten.
 
@@ -174,7 +186,7 @@ class Drafter(nn.Module):
         [R] of T positions, feats [R,T,F], tokens [R,T]. Returns the state of the new rows."""
         return self.extend(feats, tokens, n, tokens.shape[1])
 
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+    def extend(self, feats: Features, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         """Absorb the first n [B] of P committed positions: features [B,P,F] of the target (None without taps), tokens
         [B,P] one further on.
 
@@ -216,12 +228,16 @@ class Drafter(nn.Module):
                 state = self.expand(first, tokens[-1], state.hidden, level, every[..., :level])
         return torch.cat(tokens, 1), torch.cat(gains, 1).cumsum(1)
 
+    def start_from(self, target: Any) -> None:
+        """Change fresh weights so that it begins with guesses of the target's. Raises ValueError if there is no way."""
+        raise ValueError(f"{type(self).__name__} has no start from its target: take init 'random'")
+
     def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
         """Return logits [B,n] from the confidence head for chain tokens [B,n] after the state `first`: that each token
         is accepted, given that those before it are."""
         raise ValueError(f"{type(self).__name__} has no confidence head")
 
-    def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
+    def unroll(self, feats: Features, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
         position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
         j > 0 the rows that `needed` [B,T] leaves out are not used."""
@@ -229,13 +245,26 @@ class Drafter(nn.Module):
 
 
 class TreePolicy(Protocol):
-    num_draft_tokens: int  # N
-    steps: int  # D
-    topk: int  # the most children a node can have
-    samples: bool  # children can be drawn from the drafter's distribution; the tree then says which (DraftTree.q)
-    # The tree needs a block whose slots do not depend on each other's tokens, and calls no `expand`. Then it has
-    # `within`, the tree over a block of so many slots.
-    marginals: bool
+    @property
+    def num_draft_tokens(self) -> int:
+        """N"""
+
+    @property
+    def steps(self) -> int:
+        """D"""
+
+    @property
+    def topk(self) -> int:
+        """The most children that a node can have."""
+
+    @property
+    def samples(self) -> bool:
+        """Children can be drawn from the drafter's distribution; the tree then says which (DraftTree.q)."""
+
+    @property
+    def marginals(self) -> bool:
+        """The tree needs a block whose slots do not depend on each other's tokens, and calls no `expand`. Then it has
+        `within`, the tree over a block of so many slots."""
 
     def shallower(self, steps: int) -> "TreePolicy":
         """Return the tree of the first `steps` levels, 1 to D. A tree whose first levels depend on the later ones

@@ -3,6 +3,7 @@
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,7 +44,7 @@ def set_matmul_precision(name: str | None) -> None:
 
 def matmul_precision(device: torch.device) -> str:
     """How exact products of fp32 are on the device, as torch is set: one of `PRECISIONS`."""
-    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     return {"bf16": "medium", "tf32": "high"}.get(backend.matmul.fp32_precision, "highest")
 
 

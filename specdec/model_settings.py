@@ -8,7 +8,7 @@ from specdec.model.names import DEMO, default_draft
 
 if TYPE_CHECKING:  # commands read these settings before torch is loaded
     from specdec.contracts import Drafter
-    from specdec.model.target import Target
+    from specdec.model.language_model import LanguageModel
 
 DEMO_TARGET, DEMO_DRAFTER = DEMO / "target", DEMO / "mtp"
 
@@ -41,16 +41,22 @@ class ModelSettings:
         if self.draft is None and default_draft(self.target) is None:
             raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
 
-    def load_target(self) -> "Target":
+    def load_target(self) -> "LanguageModel":
         """The target. A precision of products that is given holds for the whole process from now on."""
         from specdec.machine import set_matmul_precision
         from specdec.model.loader import load_target
 
         set_matmul_precision(self.matmul_precision)
-        how = {"dtype": self.dtype, "device": self.device, "allow_nonfinite": self.allow_nonfinite}
-        return load_target(self.target or DEMO_TARGET, **how, tp_plan=self.tp_plan, device_map=self.device_map)
+        return load_target(
+            self.target or DEMO_TARGET,
+            dtype=self.dtype,
+            device=self.device,
+            allow_nonfinite=self.allow_nonfinite,
+            tp_plan=self.tp_plan,
+            device_map=self.device_map,
+        )
 
-    def load_drafter(self, target: "Target") -> "Drafter":
+    def load_drafter(self, target: "LanguageModel") -> "Drafter":
         from specdec.drafters.formats import load_drafter
 
         return load_drafter(

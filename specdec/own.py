@@ -110,7 +110,7 @@ def _of_file(file: str, name: str | None) -> Any:
 def _module(path: Path, changed: int) -> Any:
     """The module of a file. changed: when the file was written, so that an edited file is read again."""
     name = f"{MODULE}{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look themselves up there
     with blamed(str(path), "importing it"):

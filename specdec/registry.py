@@ -10,6 +10,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from specdec import own
 from specdec.cli.reading import check_yaml, read_text
@@ -47,7 +48,7 @@ def check_buildable(name: object, where: str) -> None:
     top = name.partition(".")[0] if isinstance(name, str) else ""
     if top in ("drafters", "trees", "training"):  # as version 0.1 named them
         return
-    if top == "specdec":
+    if isinstance(name, str) and top == "specdec":
         if name.rpartition(".")[2][:1] == "_" or not _ours(name):
             raise ValueError(f"{where} must name a class or function of specdec, got {shown(name)}")
         return
@@ -85,13 +86,13 @@ def named(group: str, dotted: str) -> Callable:
     return pkgutil.resolve_name(dotted) if part is None else part
 
 
-def target(group: str, name: str) -> type:
+def target(group: str, name: str) -> Any:
     """The class or function that conf/GROUP/NAME.yaml names as its `_target_`."""
     module, _, attribute = settings(group, name)["_target_"].rpartition(".")
     return getattr(import_module(module), attribute)
 
 
-def make(group: str, name: str, **changes):
+def make(group: str, name: str, **changes: Any) -> Any:
     """What conf/GROUP/NAME.yaml describes; `changes` take the place of its own settings.
 
     Raises ValueError for an unknown name, and whatever the class raises for settings that it does not take."""
@@ -100,7 +101,7 @@ def make(group: str, name: str, **changes):
     return target(group, name)(**own | changes)
 
 
-def read_yaml(path: str | os.PathLike, what: str):
+def read_yaml(path: str | os.PathLike, what: str) -> Any:
     """The content of a YAML or JSON file in plain Python values: dicts, lists, texts, numbers.
 
     what: names the kind of file in errors. Raises ValueError, one sentence, if the file is not there or is no YAML."""

@@ -53,7 +53,8 @@ def parameters(call: Callable) -> tuple[dict[str, Field], bool]:
     What is not annotated may be anything. `**settings` of a class stand for what the classes above it take."""
     own = {f.name: f for f in fields(call)} if is_dataclass(call) else {}
     found: dict[str, Field] = {}
-    for part in [c.__init__ for c in call.__mro__ if "__init__" in vars(c)] if isinstance(call, type) else [call]:
+    inits = [vars(c)["__init__"] for c in call.__mro__ if "__init__" in vars(c)] if isinstance(call, type) else None
+    for part in [call] if inits is None else inits:
         taken = list(inspect.signature(part).parameters.values())
         for one in taken:
             if one.name != "self" and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
@@ -64,7 +65,7 @@ def parameters(call: Callable) -> tuple[dict[str, Field], bool]:
     return found, True
 
 
-def check(schema: type, values: Mapping[str, Any], where: str, any_range: Collection[str] = ()) -> None:
+def check(schema: Any, values: Mapping[str, Any], where: str, any_range: Collection[str] = ()) -> None:
     """Raise ValueError, one sentence, for the first value whose type or range is not that of the field of its name.
 
     Names that the schema does not have, and fields that have no value, are not looked at. where: what holds the values,
@@ -124,7 +125,8 @@ def _is(kind: Any, value: Any, limits: Mapping[str, Any]) -> bool:
         return isinstance(value, kind)
     if isinstance(value, bool) or not isinstance(value, Integral if kind is int else Real):
         return False
-    if not math.isfinite(value) if isinstance(value, float) else abs(value) > 2**63:
+    number: Any = value
+    if not math.isfinite(value) if isinstance(value, float) else abs(number) > 2**63:
         return False
     low, high = limits.get("low", -math.inf), limits.get("high", math.inf)
     return (low < value if limits.get("above") else low <= value) and value <= high
@@ -148,7 +150,7 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
 def named_arguments(call: Callable[Given, Found]) -> Callable[Given, Found]:
     """Return the function, which names the nearest argument where one is unknown, and says how it is called where one
     is missing."""
-    signature = inspect.signature(call)
+    signature, called = inspect.signature(call), getattr(call, "__name__", "")
     first = [name for name, one in signature.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(call)
@@ -158,10 +160,8 @@ def named_arguments(call: Callable[Given, Found]) -> Callable[Given, Found]:
         except TypeError as error:
             unknown = next((name for name in named if name not in signature.parameters), None)
             if unknown is not None:
-                raise TypeError(
-                    f"{call.__name__} has no argument {unknown}; there is {nearest(unknown, signature)}"
-                ) from None
-            raise TypeError(f"{call.__name__}({', '.join(first)}, ...): {error}") from None
+                raise TypeError(f"{called} has no argument {unknown}; there is {nearest(unknown, signature)}") from None
+            raise TypeError(f"{called}({', '.join(first)}, ...): {error}") from None
         return call(*given, **named)
 
     return checked
@@ -171,4 +171,4 @@ def nearest(name: str, known: Any) -> str:
     """The names that are nearest to a wrong one, or all that there are."""
     names = [n for n in (known.parameters if isinstance(known, inspect.Signature) else known) if n != "others"]
     meant = MEANT.get(name)
-    return meant if meant in names else ", ".join(difflib.get_close_matches(name, names) or names)
+    return meant if meant is not None and meant in names else ", ".join(difflib.get_close_matches(name, names) or names)

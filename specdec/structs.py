@@ -36,6 +36,12 @@ class DraftTree:
     q: Tensor | None = None
     topk: int | None = None  # the most children of a node; here so that a verifier with q need not read a tensor for it
 
+    def drawn_from(self) -> tuple[Tensor, int]:
+        """`q` and `topk`. Raises ValueError for a tree whose children were not drawn."""
+        if self.q is None or self.topk is None:
+            raise ValueError("this verifier needs a tree whose children were drawn from the drafter")
+        return self.q, self.topk
+
 
 @dataclass
 class Verdict:
@@ -90,11 +96,24 @@ class SamplingBatch:
 
 
 class Verifier(Protocol):
-    lossless: bool  # the output is distributed as the target's own
-    needs_q: bool  # works on trees of policies that sample only
-    chains_only: bool
-    likeliest_only: bool  # at temperature 0 it needs the most likely tokens of logits, and no probabilities
-    couples: bool  # emits the target's draws by the row's noise at each node, so drafts may use that noise
+    @property
+    def lossless(self) -> bool:
+        """The output is distributed as the target's own."""
+
+    @property
+    def needs_q(self) -> bool:
+        """It works on trees of policies that sample only."""
+
+    @property
+    def chains_only(self) -> bool: ...
+
+    @property
+    def likeliest_only(self) -> bool:
+        """At temperature 0 it needs the most likely tokens of logits, and no probabilities."""
+
+    @property
+    def couples(self) -> bool:
+        """It emits the target's draws by the row's noise at each node, so drafts may use that noise."""
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: Any | None

@@ -8,12 +8,12 @@ from difflib import get_close_matches
 from io import StringIO
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import TemplateError
 
 from specdec.cli.reading import check_length, lines_of, open_text, parse_json
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.threads import Call, Made
 from specdec.vocabulary import vocabulary_of
 
@@ -36,7 +36,11 @@ def clean(text: str) -> str:
 
 
 def encode_chat(
-    target: Target, messages: list[dict[str, Any]], tools: list | None = None, day: str | None = None, **variables
+    target: LanguageModel,
+    messages: list[dict[str, Any]],
+    tools: list | None = None,
+    day: str | None = None,
+    **variables,
 ) -> list[int]:
     """Messages -> ids with the chat template of the target, up to where the assistant speaks. `variables` are further
     ones of the template."""
@@ -95,14 +99,15 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
     Raises ValueError for a prompt that is no text and no list."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping | Integral)):
-        return [prompts]
-    for prompt in prompts:
+        return [cast(Prompt, prompts)]
+    several = cast(Sequence[Prompt], prompts)
+    for prompt in several:
         if not isinstance(prompt, str | Sequence) or isinstance(prompt, bytes):
             raise ValueError(f"a prompt must be a text, a list of messages or a list of token ids, got {prompt!r:.60}")
-    return list(prompts)
+    return list(several)
 
 
-def encode_prompt(target: Target, prompt: Prompt, raw: bool = False) -> list[int]:
+def encode_prompt(target: LanguageModel, prompt: Prompt, raw: bool = False) -> list[int]:
     """A prompt -> ids. A text is a user's message where the tokenizer has a chat template, and plain text if not or if
     raw; messages ({role, content}) are a conversation, after which the assistant speaks; ids stay as they are."""
     if not isinstance(prompt, str):
@@ -117,23 +122,26 @@ def encode_prompt(target: Target, prompt: Prompt, raw: bool = False) -> list[int
     return target.tokenizer(prompt)["input_ids"]
 
 
-def _encode_parts(target: Target, prompt: Sequence[Mapping[str, str]] | Sequence[int]) -> list[int]:
+def _encode_parts(target: LanguageModel, prompt: Sequence[Mapping[str, str]] | Sequence[int]) -> list[int]:
     """Messages or token ids -> ids."""
-    if all(isinstance(part, Integral) for part in prompt):
-        return [int(part) for part in prompt]
+    numbers = [int(part) for part in prompt if isinstance(part, Integral)]
+    if len(numbers) == len(prompt):
+        return numbers
+    messages = []
     for part in prompt:
-        texts = isinstance(part, Mapping) and [part.get("role"), part.get("content")]
-        if not texts or not all(isinstance(text, str) for text in texts):
+        role, content = (part.get("role"), part.get("content")) if isinstance(part, Mapping) else (None, None)
+        if not isinstance(part, Mapping) or not isinstance(role, str) or not isinstance(content, str):
             raise ValueError(
                 f"a prompt is a text, a list of messages with role and content, or token ids, and not {part!r:.60}"
             )
+        messages.append(dict(part))
     if not prompt:
         raise ValueError("the prompt is empty")
     if target.tokenizer is None or not target.tokenizer.chat_template:
         raise ValueError("messages need a tokenizer with a chat template, and this target's has none: give a text")
-    for part in prompt:
-        check_role(part["role"], str(target.tokenizer.chat_template))
-    return encode_chat(target, [dict(part) | {"content": clean(part["content"])} for part in prompt])
+    for message in messages:
+        check_role(message["role"], str(target.tokenizer.chat_template))
+    return encode_chat(target, [message | {"content": clean(message["content"])} for message in messages])
 
 
 def check_role(role: str, template: str) -> None:
@@ -194,7 +202,7 @@ class TextStream:
 
     def __init__(self, tokenizer, stops: Sequence[str] = ()):
         self.tokenizer, self.stops = tokenizer, stops
-        self.vocabulary = vocabulary_of(tokenizer) if tokenizer is not None else None
+        self.vocabulary: Any = vocabulary_of(tokenizer) if tokenizer is not None else None
         self.ids: list[int] = []
         self.start = 0  # decoding starts here, one chunk back: some tokenizers need the token before to place a space
         self.chunk = 0  # where the newest chunk that was given out whole ends

@@ -61,7 +61,9 @@ class Call(threading.Thread, Generic[Made]):
         """End the call by an exception in its thread. Python code ends at once, a call of C code first returns."""
         for _ in range(20):  # a call that catches the exception gets another one
             if not self.over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.ident), ctypes.py_object(SystemExit))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(self.ident or 0), ctypes.py_object(SystemExit)
+                )
                 self.join(0.05)
 
 

@@ -1,5 +1,7 @@
 """Build the parts of a run from the groups of its configuration."""
 
+from typing import Any, cast
+
 import hydra
 import torch
 from hydra.errors import InstantiationException
@@ -9,7 +11,7 @@ from specdec import own, registry
 from specdec.contracts import Drafter
 from specdec.drafters.formats.further import family_at
 from specdec.drafters.vocab import DraftVocab, fitting_size, most_frequent
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.training.data import Sample, count_tokens
 from specdec.training.objectives.base import Objective
 from specdec.verify.walk import Rule
@@ -22,7 +24,8 @@ def instantiate(settings, group: str = "", **extra):
     ValueError. group: the group of conf/ that the settings are of, if own code can stand there."""
     named = settings.get("_target_")
     if group in BASES and (own.is_own(named) or "." not in named):
-        plain = OmegaConf.to_container(settings, resolve=True) if isinstance(settings, DictConfig) else dict(settings)
+        given = OmegaConf.to_container(settings, resolve=True) if isinstance(settings, DictConfig) else dict(settings)
+        plain = cast(dict[str, Any], given)
         return own.make(plain.pop("_target_"), registry.named(group, named), BASES[group], **plain, **extra)
     try:
         return hydra.utils.instantiate(settings, **extra)
@@ -30,25 +33,26 @@ def instantiate(settings, group: str = "", **extra):
         raise ValueError(str(error.__cause__ or error)) from None
 
 
-def draft_vocabulary(size: int | str | None, samples: list[Sample], target: Target) -> DraftVocab:
+def draft_vocabulary(size: int | str | None, samples: list[Sample], target: LanguageModel) -> DraftVocab:
     """Return the `size` most frequent training tokens; `auto` is `fitting_size`, and null the whole vocabulary."""
     vocab = target.vocab
-    size = fitting_size(target.config) if size == "auto" else size
-    if size is None or size >= vocab:
+    count = fitting_size(target.config) if isinstance(size, str) else size
+    if count is None or count >= vocab:
         return DraftVocab(vocab)
     counts = count_tokens(samples, vocab)
-    chosen = most_frequent(counts, size)
-    print(f"draft vocabulary: {size} of {vocab} tokens cover {counts[chosen.ids].sum() / counts.sum():.2%} of the data")
+    chosen = most_frequent(counts, count)
+    covered = counts[chosen.ids].sum() / counts.sum()
+    print(f"draft vocabulary: {count} of {vocab} tokens cover {covered:.2%} of the data")
     return chosen
 
 
-def build_drafter(config: DictConfig, target: Target, samples: list[Sample], seed: int) -> Drafter:
+def build_drafter(config: DictConfig, target: LanguageModel, samples: list[Sample], seed: int) -> Drafter:
     """Build a drafter as a configuration of conf/drafter describes it.
 
     Raises:
         ValueError: The settings do not fit the target, or the drafter does not learn.
     """
-    settings = OmegaConf.to_container(config, resolve=True)
+    settings = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     vocab = draft_vocabulary(settings.pop("draft_vocab_size", None), samples, target)
     torch.manual_seed(seed)
     drafter = instantiate(settings, "drafter", target=target, vocab=vocab)
@@ -79,7 +83,7 @@ def from_checkpoint(words: list[str]) -> list[str]:
             words[at : at + 2] = [f"{name}={quoted(words[at + 1])}"]
     given = [word.partition("=") for word in words]
     path = next((value.strip("'\"") for name, _, value in given if name == "from"), None)
-    if path in (None, "null"):
+    if path is None or path == "null":
         return words
     for name, _, value in given:
         if name.lstrip("+~").partition(".")[0] == "drafter":

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig
@@ -24,6 +25,7 @@ from tqdm import tqdm
 
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.cli.lock import only_writer
+from specdec.model.language_model import LanguageModel
 from specdec.model.target import Target
 from specdec.model.weight_files import read_json
 from specdec.remote import Remote
@@ -157,7 +159,7 @@ class FeatureCacheWriter:
         found: dict[str, list[Tensor]] = {}
         for piece in pieces(len(column), self.vocab.target_size):
             here = torch.full_like(column[piece], row), column[piece]
-            teacher = read_teacher(teacher_logits, here, self.vocab, none, renormalise=True)
+            teacher: Any = read_teacher(teacher_logits, here, self.vocab, none, renormalise=True)
             top = teacher.logp.topk(form.keep, dim=-1)
             rest = teacher.logp.scatter(1, top.indices, -torch.inf).logsumexp(-1, keepdim=True)
             share = torch.zeros_like(rest) if teacher.log_share is None else teacher.log_share
@@ -174,7 +176,7 @@ def checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(tensors[name].contiguous().view(torch.uint8).numpy())
+        digest.update(memoryview(tensors[name].contiguous().view(torch.uint8).numpy()))
     return digest.hexdigest()
 
 
@@ -197,7 +199,7 @@ def check_sources(config: DictConfig) -> None:
         raise ValueError(f"layer_ids must be a list of whole numbers, got {ids!r}")
 
 
-def read_states(config: DictConfig, target: Target, taps: tuple[int, ...], samples: list[Sample]) -> VllmStates:
+def read_states(config: DictConfig, target: LanguageModel, taps: tuple[int, ...], samples: list[Sample]) -> VllmStates:
     """The states of the samples in the folder from_vllm. Missing ones are requested from a server."""
     states = VllmStates(str(config.from_vllm), target, taps, config.layer_ids)
     states.take(samples, None if config.server is None else Remote(str(config.server)), config.requests)

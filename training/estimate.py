@@ -35,7 +35,7 @@ def plan(trainer: Trainer) -> tuple[list[int], dict]:
     Returns the batch with most padded tokens, as sample indices, and the counts by their names in the report."""
     data, config = trainer.data, trainer.config
     a_step = config.accumulate * trainer.processes.world
-    batches, epoch, sizes = config.steps * a_step, len(data.epoch(0)), [0]
+    batches, epoch, sizes = config.length * a_step, len(data.epoch(0)), [0]
     largest: list[int] = []
     for indices in itertools.islice(data.order(), batches):
         size = math.prod(data.layout(indices)[1])
@@ -43,7 +43,7 @@ def plan(trainer: Trainer) -> tuple[list[int], dict]:
         sizes.append(size)
     return largest, {
         "conversations": len(data.samples),
-        "steps": config.steps,
+        "steps": config.length,
         "steps_an_epoch": epoch / a_step,
         "epochs": round(batches / epoch, 3),
         "tokens": sum(sizes),

@@ -114,7 +114,8 @@ def _configured(settings: Mapping[str, Any]):
     words = own_parts(from_checkpoint([f"{name}={_word(value)}" for name, value in settings.items()]))
     with settings_errors("train"), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra.compose("train", words)
-        check_settings(OmegaConf.to_container(config, resolve=True), "train")
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+        check_settings(plain, "train")
     return config
 
 

@@ -162,7 +162,7 @@ def save_target(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, fol
     """Write a checkpoint folder in bf16, whole or not at all, and each of `reports` in it as NAME.json."""
 
     def fill(staging: Path) -> None:
-        model.to(torch.bfloat16).save_pretrained(staging)
+        model.bfloat16().save_pretrained(staging)
         tokenizer.save_pretrained(staging)
         for name, report in reports.items():
             (staging / f"{name}.json").write_text(json.dumps(report, indent=1), encoding="utf-8")

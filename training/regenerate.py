@@ -19,6 +19,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -26,8 +27,8 @@ from specdec.api import DEMO_TARGET, ModelSettings
 from specdec.cli.lock import only_writer
 from specdec.cli.parser import read_flags
 from specdec.engine.engine import Engine
+from specdec.model.language_model import LanguageModel
 from specdec.model.loader import load_texts
-from specdec.model.target import Target
 from specdec.remote import Remote, in_order, seed_of
 from specdec.structs import Sampling
 from specdec.text import read_prompts, writes_date
@@ -41,13 +42,12 @@ CUT = "answers cut off by --max-new-tokens: their end is not learnt"
 def records_of(name: str, split: str | None) -> Iterator[Record]:
     """The records of a source as the command line names it. Each line of a .txt file is a record."""
     if name.endswith(".txt"):
-        lines = read_prompts(Path(name))
-        return (Record(f"{name} prompt {number}", {"text": line}) for number, line in enumerate(lines, 1))
-    return read_records(**preset(name) | ({"split": split} if split else {}))
+        return (Record(f"{name} prompt {n}", {"text": line}) for n, line in enumerate(read_prompts(Path(name)), 1))
+    return read_records(**cast(Any, preset(name) | ({"split": split} if split else {})))
 
 
 def prompts_of(
-    target: Target, records: Iterable[Record], tally: Tally, turns: str = "first", day: str | None = None
+    target: LanguageModel, records: Iterable[Record], tally: Tally, turns: str = "first", day: str | None = None
 ) -> Iterator[Prompt]:
     """Yield the messages before the assistant's first answer in each record, if they take at most half of the context.
     turns: 'all' includes the messages before each later answer."""
@@ -89,7 +89,7 @@ def digest(batches: list[list[Prompt]]) -> str:
 
 
 def regenerate(
-    target: Target,
+    target: LanguageModel,
     prompts: list[Prompt],
     out: Path,
     *,
@@ -121,8 +121,8 @@ def regenerate(
         talks = Dialogues(target, batch, day)
         while talks.going:
             seeds = [(seed, batch[i].number + talks.turn * len(prompts)) for i in talks.going]
-            how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
-            result = engine.generate([talks.ids[i] for i in talks.going], **how)
+            ids = [talks.ids[i] for i in talks.going]
+            result = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seeds)
             texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
             reasons = ["length" if row.finish == "length" else "stop" for row in result.rows]
             talks.add([Answer(t, r.tokens, why) for t, r, why in zip(texts, result.rows, reasons, strict=True)])
@@ -140,7 +140,7 @@ def regenerate(
 
 def regenerate_remotely(
     server: Remote,
-    target: Target,
+    target: LanguageModel,
     prompts: list[Prompt],
     out: Path,
     *,
@@ -214,18 +214,18 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
     """Read the prompts, and answer them into --out, which is locked meanwhile. part: (2, 4) is the third of
     4 jobs, which take the files in turn; without --shard-size there is a file for each."""
     server = Remote(args.server, args.served_model_name) if args.server is not None else None
-    target = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
+    target: Any = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
     tally, record = Tally(args.bad), record_of(args.out)
     day = begun_on(record, today=True) if writes_date(target.tokenizer) else None
     found = prompts_of(target, records_of(args.prompts, args.split), tally, args.turns, day)
     prompts = list(itertools.islice(found, args.limit))
     tally.report()
     prompts *= args.samples
-    how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed, "day": day}
+    how: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed, "day": day}
     number, parts = part or (0, 1)
     how["shard_size"] = args.shard_size or (-(-len(prompts) // parts) or None if part else None)
     count = -(-len(prompts) // how["shard_size"]) if part and prompts else 0
-    files = []
+    files: list[Path] = []
     for only in range(number, count, parts) if part else [None]:
         if server is None:
             files += regenerate(target, prompts, args.out, batch_size=args.batch_size, only=only, **how)

@@ -9,7 +9,7 @@ from specdec import own
 from specdec.contracts import Drafter
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.engine.engine import Engine
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.training.loop.trainer import Trainer
 from specdec.trees import Chain, DynamicTree
 
@@ -53,7 +53,7 @@ def _learn(trainer: Trainer) -> None:
         raise ValueError("the loss depends on no parameter")
 
 
-def _save(drafter: Drafter, target: Target, folder: Path) -> Drafter:
+def _save(drafter: Drafter, target: LanguageModel, folder: Path) -> Drafter:
     save_drafter(drafter, folder / "draft", target)
     loaded = load_drafter(folder / "draft", target)
     there = loaded.state_dict()
@@ -63,7 +63,7 @@ def _save(drafter: Drafter, target: Target, folder: Path) -> Drafter:
     return loaded
 
 
-def _decode(drafter: Drafter, target: Target) -> None:
+def _decode(drafter: Drafter, target: LanguageModel) -> None:
     prompts = [[1, 2, 3], [2, 1]]
     steps = drafter.deepest(3)
     for tree in (Chain(steps),) if drafter.chains_only else (Chain(steps), DynamicTree(2, steps)):

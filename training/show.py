@@ -8,6 +8,7 @@ Without colours, as in a file, training tokens are between ⟦ and ⟧.
 import argparse
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -41,7 +42,7 @@ def show(tokenizer, sample: Sample, screen: Console) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    target = load_texts(args.target or DEMO_TARGET)
+    target: Any = load_texts(args.target or DEMO_TARGET)
     tally = Tally(args.bad)
     samples = read_samples(
         read_records(**preset(args.data) | ({"split": args.split} if args.split else {}), streaming=True),

@@ -6,10 +6,12 @@ Every setting is in conf/train.yaml and its groups; `specdec train --cfg job` pr
 import json
 import shlex
 import sys
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import transformers
@@ -25,8 +27,8 @@ from specdec.drafters.formats.convert import SERVERS, without_a_form
 from specdec.drafters.formats.recipe import FAMILY
 from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
+from specdec.model.language_model import LanguageModel
 from specdec.model.loader import load_target
-from specdec.model.target import Target
 from specdec.training.build import build_drafter, instantiate
 from specdec.training.data import Batches, hold_out, load_samples
 from specdec.training.data.shards import begun_on
@@ -49,14 +51,14 @@ def read_settings(kind: type, config: DictConfig | None, where: str):
     Raises ValueError for an unknown setting. where: the part's name, for that message.
     """
     try:
-        return kind(**(OmegaConf.to_container(config, resolve=True) if config is not None else {}))
+        return kind(**({} if config is None else cast(dict, OmegaConf.to_container(config, resolve=True))))
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def goes_on(resume: bool | str, out: Path) -> bool:
     """Whether the run in `out` is resumed. With `auto` it is where it has a checkpoint, and else begun."""
-    return bool(checkpoints(out)) if resume == "auto" else resume
+    return bool(checkpoints(out)) if resume == "auto" else bool(resume)
 
 
 def check_folder(out: Path, resume: bool) -> None:
@@ -97,8 +99,9 @@ def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPoli
 def load_some(config: DictConfig, device: str, whole: bool, tp_plan: str | None = None):
     """The target that the settings name, or its ends alone if not `whole`."""
     set_matmul_precision(config.target.matmul_precision)
-    name, how = config.target.path or DEMO_TARGET, {"dtype": config.target.dtype, "device": device}
-    places = {"tp_plan": tp_plan, "device_map": config.target.device_map}
+    name = config.target.path or DEMO_TARGET
+    how: dict[str, Any] = {"dtype": config.target.dtype, "device": device}
+    places: dict[str, Any] = {"tp_plan": tp_plan, "device_map": config.target.device_map}
     if whole:
         return load_target(name, **how, **places)
     if any(places.values()):
@@ -115,7 +118,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     cache = FeatureCache(config.data.cache) if config.data.cache else None
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
     if not config.whole_target:
-        target.sizes = cache.sizes()
+        target.sizes = cache.sizes() if cache is not None else {}
     learnt, heldout = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, learnt, trainer_config.seed)
     if cache is not None:
@@ -138,7 +141,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
         batches(heldout) if heldout else None,
         trainer_config,
         Path(config.out),
-        OmegaConf.to_container(config, resolve=True),
+        cast(dict, OmegaConf.to_container(config, resolve=True)),
         processes,
         on_policy,
         online_features if cache is None else cache.features,
@@ -149,15 +152,15 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
 def warn_of_epochs(trainer: Trainer) -> None:
     """Say it if a run is to see its conversations more often than anybody lets them be seen."""
     a_step = trainer.config.accumulate * trainer.processes.world
-    epochs = trainer.config.steps * a_step / len(trainer.data.epoch(0))
+    epochs = trainer.config.length * a_step / len(trainer.data.epoch(0))
     if epochs > MANY:
         print(
-            f"warning: {trainer.config.steps} steps are {epochs:.0f} passes over {len(trainer.data.samples)} "
+            f"warning: {trainer.config.length} steps are {epochs:.0f} passes over {len(trainer.data.samples)} "
             "conversations, which will be learnt by heart: let the target answer more prompts, or set trainer.epochs"
         )
 
 
-def warn_of_servers(drafter, target: Target) -> None:
+def warn_of_servers(drafter, target: LanguageModel) -> None:
     """Say on one line which servers could not load what is about to be trained, and what would change that."""
     reasons = without_a_form(drafter, target)
     if reasons:
@@ -168,7 +171,7 @@ def warn_of_servers(drafter, target: Target) -> None:
 def run(config: DictConfig) -> None:
     """A run that a signal stops is saved, and ends the process with 128 + its number, as shells have it."""
     trainer = run_through(config)
-    if trainer.step < trainer.config.steps and trainer.main and trainer.signals.asked:
+    if trainer.step < trainer.config.length and trainer.main and trainer.signals.asked:
         sys.exit(trainer.signals.code)
 
 
@@ -197,7 +200,8 @@ def run_in(out: Path, config: DictConfig) -> Trainer:
 
 def draft_of(trainer: Trainer) -> str:
     """The name of a finished run's drafter for `--draft`, with the user's own code, if it needs any."""
-    draft, recipe = str(trainer.out / "draft"), trainer.drafter.recipe or {}
+    draft = str(trainer.out / "draft")
+    recipe: Mapping[str, Any] = trainer.drafter.recipe or {}
     if family_of(trainer.drafter) is not FAMILY or not own.is_own(recipe.get("_target_")):
         return draft
     return f"{own.as_passed(recipe['_target_'])}:{draft}"
@@ -231,7 +235,7 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
         warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:
-        if trainer.step >= trainer.config.steps:
+        if trainer.step >= trainer.config.length:
             print(f"try it: specdec {what_next(config, draft_of(trainer))}")
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": draft_of(trainer), "seconds": round(trainer.seconds, 1)}))

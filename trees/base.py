@@ -17,8 +17,16 @@ from specdec.structs import DraftTree
 WORDS = ("topk", "steps", "num_draft_tokens")
 
 
+class Size:
+    """The size of a tree. Some trees have these numbers as settings, others derive them."""
+
+    topk: int
+    steps: int
+    num_draft_tokens: int
+
+
 @dataclass(frozen=True)
-class Tree:
+class Tree(Size):
     """A tree in SGLang's words. `steps` levels are drafted, a node has at most `topk` children, and the target verifies
     `num_draft_tokens` nodes, the root counted."""
 
@@ -48,6 +56,12 @@ class Tree:
     def shallower(self, steps: int) -> "Tree":
         return self  # which nodes of a level are selected depends on the levels after it
 
+    def smaller(self, steps: int) -> "Tree":
+        raise NotImplementedError
+
+    def draft_slots(self) -> int:
+        raise NotImplementedError
+
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
         raise NotImplementedError
 
@@ -63,7 +77,7 @@ def shape_of(tree) -> str:
     return f"{tree.topk}/{tree.steps}/{tree.num_draft_tokens}"
 
 
-def shape_in(text: str, prefix: str = "") -> tuple[int, ...] | None:
+def shape_in(text: str, prefix: str = "") -> tuple[int, int, int] | None:
     """Return the three numbers of a text like 4/5/16 after the prefix; None if it is no such text."""
     found = re.fullmatch(rf"{prefix}(\d+)/(\d+)/(\d+)", text)
-    return found and tuple(map(int, found.groups()))
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))

@@ -17,8 +17,16 @@ from specdec.trees.dynamic import Pool, best_first, follow, select
 MANY = 1 << 30  # nodes are not counted any further
 
 
+class _Paths(Tree):
+    """What a tree over a block chooses its paths from, level by level."""
+
+    pairs: list[Tensor]  # of `candidate_pairs`
+    sizes: list[int]  # the most nodes of a level
+    starts: list[int]  # where a level begins in the pool
+
+
 @dataclass(frozen=True)
-class BlockTree(Tree):
+class BlockTree(_Paths):
     """The `num_draft_tokens` - 1 paths of up to `steps` tokens with the highest probability, and the root, where a path
     has the product of its tokens' probabilities in their slots (DDTree, arXiv 2604.12989, which has no bound `topk` of
     a node's children). Of equal paths of one length the one with the lower ranks comes first. A block of fewer slots
@@ -46,7 +54,7 @@ class BlockTree(Tree):
     @classmethod
     def parse(cls, text: str) -> "BlockTree | None":
         shape = shape_in(text, "block ")
-        return shape and cls(*shape)
+        return None if shape is None else cls(*shape)
 
     @property
     def text(self) -> str:
@@ -117,7 +125,7 @@ def most_nodes(topk: int, steps: int, enough: float = math.inf) -> int:
         width *= topk
         total += width
         if total >= enough:
-            return enough
+            return int(enough)
     return total
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,11 @@ WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
 NODES = 16  # the default, or all candidates if there are fewer
 
+if TYPE_CHECKING:
+    NodeCount = Any  # a number once the tree is made
+else:
+    NodeCount = int | None
+
 
 class Pool(NamedTuple):
     """All that was drafted, in breadth-first order: M = W + (D-1) W^2 candidates, the children of a node together, best
@@ -33,8 +38,16 @@ class Pool(NamedTuple):
     parents: Tensor  # [B,M] 1 + the parent's place in the pool; 0 for children of the root
 
 
+class _Beginning(Tree):
+    """What every dynamic tree of one topk begins with, on the device of the first state."""
+
+    no_parents: Tensor  # the first level's, as `Pool` names them
+    first_places: Tensor
+    itself: Tensor
+
+
 @dataclass(frozen=True, order=True)
-class DynamicTree(Tree):
+class DynamicTree(_Beginning):
     """Expand, accumulate, rerank (EAGLE-2, arXiv 2406.16858). Written 4/5/16.
 
     `steps` levels are drafted; on each, the `topk` best nodes propose `topk` children; of all candidates the
@@ -44,7 +57,7 @@ class DynamicTree(Tree):
 
     topk: int = 4
     steps: int = 5
-    num_draft_tokens: int | None = None  # a number from here on
+    num_draft_tokens: NodeCount = None  # a number from here on
 
     def __post_init__(self) -> None:
         check_shape(self.topk, self.steps)
@@ -54,7 +67,7 @@ class DynamicTree(Tree):
         check_size(self.topk, self.steps, self.num_draft_tokens, candidates)
         check_nodes(self.topk, self.steps, self.num_draft_tokens, candidates + 1)
         vars(self).update(
-            no_parents=torch.zeros(self.topk, dtype=torch.int64),  # the first level's, as `Pool` names them
+            no_parents=torch.zeros(self.topk, dtype=torch.int64),
             first_places=torch.arange(1, self.topk + 1),
             itself=torch.eye(self.topk, dtype=torch.bool),
         )

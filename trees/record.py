@@ -105,8 +105,9 @@ def _continue(target, texts: Sequence[Text], new: int, sampling: Sampling | None
     engine, out = Engine(target), []
     for first in range(0, len(texts), BATCH):
         some = texts[first : first + BATCH]
-        ids, how = [text.prompt + text.tokens for text in some], {"seed": [text.seed for text in some], "eos": eos}
-        out += [row.tokens for row in engine.generate(ids, max_new_tokens=new, sampling=sampling, **how).rows]
+        ids, seeds = [text.prompt + text.tokens for text in some], [text.seed for text in some]
+        made = engine.generate(ids, max_new_tokens=new, sampling=sampling, seed=seeds, eos=eos)
+        out += [row.tokens for row in made.rows]
     return out
 
 
@@ -127,7 +128,7 @@ class _Piece(NamedTuple):
 
     text: int
     first: int
-    count: int
+    size: int
     place: int  # of the first root among those of all texts
 
 
@@ -178,7 +179,7 @@ class _Drafting:
         longest = max(len(text.prompt) + len(text.tokens) for text in texts) + self.steps
         tokens = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=self.device)
         starts = [len(text.prompt) + piece.first for text, piece in zip(texts, pieces, strict=True)]
-        count = torch.tensor([piece.count for piece in pieces], device=self.device)
+        count = torch.tensor([piece.size for piece in pieces], device=self.device)
         feats = self._features(pieces, rows, longest)
         self.drafter.reset(len(rows), longest + max(self.topks, default=1) * (self.steps - 1))
         noise = Noise([text.seed for text in texts], hashes_of(torch.arange(self.target.vocab, device=self.device)))
@@ -186,10 +187,10 @@ class _Drafting:
         for n, (root, state) in enumerate(states):
             root = root.clamp(max=longest - self.steps - 1)
             following = tokens.gather(1, root[:, None] + torch.arange(1, self.steps + 1, device=self.device))
-            children = LIKELIEST
+            children: Children = LIKELIEST
             if self.coupled:
                 children = Coupled(noise.after(root, self.steps), self.sampling, self.drafter.trust)
-            self.where = torch.tensor([(b, p.place + n) for b, p in enumerate(pieces) if n < p.count]).T
+            self.where = torch.tensor([(b, p.place + n) for b, p in enumerate(pieces) if n < p.size]).T
             self._draft_roots(state, following, children)
 
     def _draft_roots(self, state: DraftState, following: Tensor, children: Children) -> None:
@@ -212,8 +213,9 @@ class _Drafting:
         ids, ranks = self.drafter.vocab.from_target(following), []
         for depth, here in enumerate(_levels_along(self.drafter, state, following)):
             logits, draft_id = here.logits.float().log_softmax(-1), ids[:, depth : depth + 1]
-            scores = logits if children is LIKELIEST else children.scores(logits, self.drafter.vocab, depth)
-            scores = scores[:, 0]
+            if isinstance(children, Coupled):
+                logits = children.scores(logits, self.drafter.vocab, depth)
+            scores = logits[:, 0]
             own = scores.gather(1, draft_id.clamp(min=0))
             before = torch.arange(scores.shape[1], device=scores.device) < draft_id
             rank = ((scores > own) | ((scores == own) & before)).sum(1)

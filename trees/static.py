@@ -34,13 +34,25 @@ class FixedTree(Tree):
     Only nodes with children are expanded: on every level W, as many as the level with the most of them has.
     """
 
+    paths: Sequence[Sequence[int]]
+    steps: int
+    topk: int
+    num_draft_tokens: int
+    counts: tuple[int, ...]
+    parents: Tensor
+    depth: Tensor
+    visible: Tensor
+    of_root: Tensor  # its log-probability
+    levels: list[Level]
+    width: int
+
     def _shape(self, paths: Sequence[RankPath], counts: Sequence[int]) -> None:
         """paths: of all nodes but the root. counts: how many children the drafter is asked for, level by level."""
-        paths = tuple(sorted(paths, key=lambda path: (len(path), path)))  # breadth first
+        paths = sorted(paths, key=lambda path: (len(path), path))  # breadth first
         place = {path: node for node, path in enumerate([(), *paths])}
         parents, levels = torch.tensor([0, *(place[path[:-1]] for path in paths)]), _levels(paths, counts)
         vars(self).update(
-            paths=paths,
+            paths=tuple(paths),
             steps=len(counts),
             topk=max(counts),
             num_draft_tokens=len(paths) + 1,
@@ -48,12 +60,12 @@ class FixedTree(Tree):
             parents=parents,
             depth=torch.tensor([0, *map(len, paths)]),
             visible=ancestors_of(parents[None], len(counts))[0],
-            of_root=torch.zeros(1, 1),  # its log-probability
+            of_root=torch.zeros(1, 1),
             levels=levels,
             width=len(levels[0].inner),
         )
 
-    def smaller(self, steps: int) -> "FixedTree":
+    def smaller(self, steps: int) -> Tree:
         return self.shallower(steps)
 
     def draft_slots(self) -> int:
@@ -168,7 +180,10 @@ def _checked(paths: Sequence[Sequence[int]]) -> list[RankPath]:
 
 def _levels(paths: list[RankPath], counts: Sequence[int]) -> list[Level]:
     inner, steps = {path[:-1] for path in paths}, len(counts)
-    by_depth = [[()], *([path for path in paths if len(path) == depth] for depth in range(1, steps + 1))]
+    by_depth: list[list[RankPath]] = [
+        [()],
+        *([path for path in paths if len(path) == depth] for depth in range(1, steps + 1)),
+    ]
     expanded = [[path for path in level if path in inner] for level in by_depth[:-1]]
     width = max((len(level) for level in expanded[1:]), default=1)
     expanded = [expanded[0], *(level + level[:1] * (width - len(level)) for level in expanded[1:]), [()] * width]

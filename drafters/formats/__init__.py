@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, starmap
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -60,7 +60,7 @@ from specdec.schema import named_arguments, shown
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from specdec.model.target import Target
+    from specdec.model.language_model import LanguageModel
 
 # The layouts of each family, in the order in which they are tried: of two that fit, the more special comes first.
 FAMILIES: dict[Family, tuple[Layout, ...]] = {
@@ -194,7 +194,7 @@ def find_layout(family: Family, name: str) -> Layout:
 @named_arguments
 def load_drafter(
     path: "str | os.PathLike | PreTrainedModel",
-    target: "Target",
+    target: "LanguageModel",
     *,
     token_map: str | os.PathLike | None = None,
     feedback: str | None = None,
@@ -223,23 +223,23 @@ def load_drafter(
         if token_map is not None or feedback is not None or dtype is not None:
             raise ValueError("token_map, feedback and dtype are for drafters that learn, not for n-grams and models")
         return drafter
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(cast("str | os.PathLike", path))
     if not allow_nonfinite:
         checkpoint.refuse_nonfinite()
     if feedback is not None:
         if checkpoint.family is not mtp_inside.FAMILY:
             raise ValueError(f"{path}: its own config says what it feeds back; feedback is for MTP heads in a target")
-        checkpoint = replace(checkpoint, meaning=replace(checkpoint.meaning, feedback=feedback))
+        checkpoint = replace(checkpoint, meaning=replace(cast(Any, checkpoint.meaning), feedback=feedback))
     drafter = checkpoint.construct(target)
     for doubt in checkpoint.doubts:
         warnings.warn(f"{path}: {doubt}", stacklevel=2)
     drafter.conventions = checkpoint.conventions()
-    drafter.acceptance = read_acceptance(resolve(path))
+    drafter.acceptance = read_acceptance(resolve(checkpoint.path))
     if token_map is not None:
-        restrict(drafter, read_token_map(Path(bundled(token_map)), target.vocab).ids)
+        restrict(drafter, cast(Any, read_token_map(Path(bundled(token_map)), target.vocab).ids))
         drafter.acceptance = None  # it was measured with all tokens
         drafter.conventions["token map"] = f"{token_map}, which leaves {drafter.vocab.size} tokens to propose"
-    rounds = dtype == torch.int8 or (dtype is None and holds_int8(resolve(path)) and has_int8(target.device))
+    rounds = dtype == torch.int8 or (dtype is None and holds_int8(resolve(checkpoint.path)) and has_int8(target.device))
     drafter.to(device=target.device, dtype=target.dtype if rounds else dtype or target.dtype)
     if not allow_nonfinite and not checkpoint.nonfinite:
         for name, weight in drafter.named_parameters():
@@ -265,7 +265,7 @@ def _check_arguments(path: object, target: object, dtype: object) -> None:
 def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow_nonfinite: bool) -> Drafter | None:
     """The drafter that is no checkpoint of a family: n-grams, or a draft model; None if it is one."""
     if not isinstance(path, str | os.PathLike):
-        return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
+        return draft_model.create(target, path=cast(Any, path), allow_nonfinite=allow_nonfinite)
     if (drafter := ngram.from_name(str(path), target)) is not None:
         return drafter
     if (drafter := from_code(str(path), target)) is not None:
@@ -292,7 +292,7 @@ def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> No
     usual, refused = find_layout(family, family.saved_as), []
     for layout in (usual, *(other for other in FAMILIES[family] if other is not usual)):
         try:
-            written = layout.write(meaning, tensors, facts_of(target))
+            written = layout.write(meaning, tensors, None if target is None else facts_of(target))
         except ValueError as reason:
             refused.append(reason)
             continue

@@ -20,6 +20,7 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats.parts import Place, describe_rope, fill, read_ids, rows_of, shape_faults
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes
+from specdec.model.language_model import LanguageModel
 from specdec.model.rope import Rope
 from specdec.model.target import Target
 
@@ -39,10 +40,8 @@ class TargetFacts:
     part: Callable[[str], Tensor]
 
 
-def facts_of(target) -> TargetFacts | None:
-    """The facts of a loaded target; None without a target."""
-    if target is None:
-        return None
+def facts_of(target: LanguageModel) -> TargetFacts:
+    """The facts of a loaded target."""
 
     def part(name: str) -> Tensor:
         if name != "final_norm":
@@ -91,7 +90,7 @@ class Layout:
 
 def write_only(name: str, title: str, write: Callable, **switches) -> Layout:
     """A layout for a server: what is written is recognised and read as the published layout that it is in."""
-    return Layout(name, title, lambda *given: False, lambda *given: None, write, **switches)
+    return Layout(name, title, lambda *given: False, lambda *given: (None, {}), write, **switches)
 
 
 def needed(target: TargetFacts | None) -> TargetFacts:
@@ -263,7 +262,7 @@ def check_faults(faults: list[str], name: str) -> None:
         raise ValueError(f"{name}: {faults[0]}")
 
 
-def check_target(hidden: int, vocab: int, target, name: str) -> None:
+def check_target(hidden: int | None, vocab: int | None, target, name: str) -> None:
     """Raise ValueError, with the two numbers, unless hidden size and vocabulary are the target's."""
     if hidden != target.config.hidden:
         raise ValueError(f"{name}: the drafter's hidden size is {hidden}, the target's is {target.config.hidden}")

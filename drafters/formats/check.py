@@ -8,7 +8,7 @@ better is taken, and the others are tried on top of it, as a config may be wrong
 import dataclasses
 import os
 from dataclasses import dataclass, field
-from math import erfc, sqrt
+from math import erfc, inf, sqrt
 
 import torch
 from torch import Tensor
@@ -47,6 +47,16 @@ class Outcome:
     @property
     def name(self) -> str:
         return self.reading.name
+
+    @property
+    def reach(self) -> float:
+        """`tau`; 0 if the reading does not load."""
+        return self.tau or 0.0
+
+    @property
+    def likelihood(self) -> float:
+        """The log-probability of all tokens; -inf if the reading does not load."""
+        return -inf if self.followed is None else float(self.followed.logp.sum())
 
 
 @dataclass
@@ -113,7 +123,7 @@ def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -
         better = [o for o in outcomes[1:] if o.verdict == "better"]
         if not better:
             break
-        best = max(better, key=lambda o: o.followed.logp.sum())
+        best = max(better, key=lambda o: o.likelihood)
         rivals = finalists if best.taps in finalists and best.taps != start.taps else []
         start = best
         report.chosen.append(best)
@@ -197,7 +207,7 @@ def judge(other: Outcome, start: Outcome, tests: int) -> None:
     if other.followed is None:
         return
     if start.followed is None:
-        other.verdict = "better" if other.tau > HARDLY else ""
+        other.verdict = "better" if other.reach > HARDLY else ""
         return
     gains = (other.followed.logp - start.followed.logp).double()
     if not gains.isfinite().all():
@@ -211,4 +221,4 @@ def judge(other: Outcome, start: Outcome, tests: int) -> None:
     elif other.gain < 0:
         other.verdict = "worse"
     else:
-        other.verdict = "better" if other.tau > max(start.tau, HARDLY) else "likelier"
+        other.verdict = "better" if other.reach > max(start.reach, HARDLY) else "likelier"

@@ -80,17 +80,17 @@ def layout_for(server: str, family: Family) -> Layout:
     """The layout in which a server loads a family; ValueError if it has none."""
     if server not in family.servers:
         *known, last = sorted(family.title for family in FAMILIES if server in family.servers)
-        known = f"{', '.join(known)} and {last}"
+        listed = f"{', '.join(known)} and {last}"
         raise ValueError(
-            f"{SERVERS[server]} loads {known} heads as draft models, not {family.title} (train with drafter=eagle3)"
+            f"{SERVERS[server]} loads {listed} heads as draft models, not {family.title} (train with drafter=eagle3)"
         )
     return find_layout(family, family.servers[server])
 
 
 def without_a_form(drafter: Drafter, target) -> dict[str, str]:
     """Server -> why it could not load this drafter, for each that could not. Nothing is computed or copied."""
-    facts, family, reasons = facts_of(target), family_of(drafter), {}
-    facts = dataclasses.replace(facts, part=lambda name, part=facts.part: part(name).to("meta"))
+    full, family, reasons = facts_of(target), family_of(drafter), {}
+    facts = dataclasses.replace(full, part=lambda name: full.part(name).to("meta"))
     meaning, tensors = family.dismantle(drafter, target)
     tensors = {name: t if name.endswith(MAPS) else t.to("meta") for name, t in tensors.items()}
     for server in SERVERS:
@@ -112,7 +112,8 @@ def _refused(server: str, family: Family, meaning, tensors: Tensors, facts: Targ
 
 def _unsaid(server: str, family: Family, meaning, tensors: Tensors, facts: TargetFacts) -> None:
     layout = layout_for(server, family)
-    layout.write(*_with_head(meaning, tensors, layout, facts), facts)
+    meaning, tensors = _with_head(meaning, tensors, layout, facts)
+    layout.write(meaning, tensors, facts)
 
 
 def _write(

@@ -45,7 +45,7 @@ class BlockMeaning(Meaning):
     confidence: int | None = None  # the rank of what its confidence head sees of tokens; None: there is none
 
     @property
-    def own_head(self) -> bool:
+    def own_head(self) -> bool:  # type: ignore[override]
         return self.draft_vocab != self.vocab
 
 
@@ -155,8 +155,8 @@ class BlockFamily(Family):
     def make(self, meaning: BlockMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         conditional = head_of(meaning.conditional, vocab, embedding, meaning.rank, meaning.head)
         confidence = None if meaning.confidence is None else Confidence(meaning.shape.hidden, meaning.confidence)
-        head = None if meaning.own_head else head
-        how = meaning.layers, taps, vocab, embedding, head, meaning.forward, conditional, confidence
+        rows = None if meaning.own_head else head
+        how = meaning.layers, taps, vocab, embedding, rows, meaning.forward, conditional, confidence
         return BlockDrafter(meaning.shape, *how)
 
     def taps(self, meaning: BlockMeaning, layers: int) -> tuple[int, ...]:

@@ -15,6 +15,8 @@ and DSpark's reads `markov_rank` at the top of the config. A target gives the in
 hidden state; that is an error at the first prompt.
 """
 
+from typing import Any
+
 from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, write_only
 from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, head_fields, layer_fields, meaning_of, outputs
@@ -49,7 +51,7 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
         raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
     if how.window_from != "slot":
         raise ValueError("a window before the anchor has no name in this layout: take the layout speculators")
-    fields = {"mask_token_id": how.mask_token, "target_layer_ids": [tap - 1 for tap in meaning.taps]}
+    fields: dict[str, Any] = {"mask_token_id": how.mask_token, "target_layer_ids": [tap - 1 for tap in meaning.taps]}
     if meaning.conditional == "domino":
         fields |= {"projector_type": "domino", "shift_label": how.label == "p+k+1", **head_fields(meaning)}
     elif meaning.conditional in MARKOV.values() or meaning.confidence is not None:

@@ -24,9 +24,9 @@ def parameters(drafter: BlockDrafter) -> dict[str, Place]:
     out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
     for i, layer in enumerate(drafter.layers):
         out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
-        for part, name in zip(layer.convolutions or (), CONVOLUTIONS, strict=False):
-            out[f"layers.{i}.{name}.base_kernel"] = part.shares, 0, len(part.shares)
-            out |= whole(part.groups, f"layers.{i}.{name}.kernel_projection")
+        for convolution, name in zip(layer.convolutions or (), CONVOLUTIONS, strict=False):
+            out[f"layers.{i}.{name}.base_kernel"] = convolution.shares, 0, len(convolution.shares)
+            out |= whole(convolution.groups, f"layers.{i}.{name}.kernel_projection")
     if (head := drafter.conditional) is not None:
         kind = next(name for name, one in HEADS.items() if type(head) is one)
         for part, name in PARTS[kind].items():

@@ -125,7 +125,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[EagleMeaning, Tenso
     return _meaning(config, config.get("vocab_size"), bool(config.get("bias", True)), tensors, name), tensors
 
 
-def _meaning(config: dict, vocab: int, fc_bias: bool, tensors: Tensors, name: str) -> EagleMeaning:
+def _meaning(config: dict, vocab: object, fc_bias: bool, tensors: Tensors, name: str) -> EagleMeaning:
     if not isinstance(vocab, int):
         raise ValueError(f"{name}: config.json lacks the field 'vocab_size'")
     own = bool(config.get("own_embedding", False))

@@ -9,10 +9,12 @@ import dataclasses
 import itertools
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from specdec.contracts import Drafter
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
 from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors, check_target
 from specdec.drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
@@ -39,7 +41,7 @@ class Eagle3Meaning(Meaning):
     own_head: bool = True
 
     @property
-    def own_embedding(self) -> bool:
+    def own_embedding(self) -> bool:  # type: ignore[override]
         """True for a drafter narrower or wider than the target, which cannot share the target's embedding."""
         return self.tap_width != self.shape.hidden
 
@@ -87,13 +89,14 @@ SGLANG_KNOWS = ("tap_norms", "input_norm", "feedback")  # of the switches; the r
 
 class Eagle3Family(Family):
     title = noun = "EAGLE-3"
-    drafter = Eagle3
+    drafter: type[Drafter] = Eagle3
     saved_as = "specdec"
     sign = "midlayer.* with fc"
     servers = MappingProxyType({"vllm": "vllm", "sglang": "eagle3"})
-    method, algorithm = "eagle3", "EAGLE3"
-    parameters = staticmethod(parameters)
-    optional = ("d2t", "t2d", EMBEDDING)
+    method = "eagle3"
+    algorithm: str | None = "EAGLE3"
+    parameters: Any = staticmethod(parameters)
+    optional: tuple[str, ...] = ("d2t", "t2d", EMBEDDING)
 
     def make(self, meaning: Eagle3Meaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, meaning.tap_width)
@@ -138,7 +141,7 @@ class Eagle3Family(Family):
             given = count * meaning.tap_width
             out.append(f"fc.weight takes {width} features, {count} taps of {meaning.tap_width} give {given}")
         if min(taps or (0,)) < 0:
-            out.append(f"the taps {list(taps)} name a hidden state below 0")
+            out.append(f"the taps {list(taps or ())} name a hidden state below 0")
         fault = map_fault(tensors, meaning.vocab)
         return [*out, fault] if fault else out
 

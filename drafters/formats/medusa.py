@@ -46,7 +46,7 @@ class MedusaFamily(Family):
         return Medusa(meaning.shape, taps[0], vocab, head)
 
     def parameters(self, drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
-        out = {}
+        out: dict[str, tuple[Tensor, int, int]] = {}
         for i, blocks in enumerate(drafter.blocks):
             for j, block in enumerate(blocks):
                 out |= whole(block.linear, f"{i}.{j}.linear")

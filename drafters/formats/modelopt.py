@@ -10,6 +10,7 @@ vocabulary. q, k and v have biases if the config says so, which the tensors show
 """
 
 import dataclasses
+from typing import Any
 
 from specdec.drafters.formats import eagle3_layout
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
@@ -56,7 +57,7 @@ def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
     return config, renamed({key: t for key, t in tensors.items() if key != "t2d"}, "midlayer.", "layers.0.")
 
 
-SHARED = {"shares_head": True, "names_layers": True, "doubts": eagle3_layout.doubts}
+SHARED: dict[str, Any] = {"shares_head": True, "names_layers": True, "doubts": eagle3_layout.doubts}
 EXPORTED = Layout("modelopt", "EAGLE-3 as ModelOpt exports it", recognise, read, write, **SHARED)
 TRAINING = Layout(
     "modelopt-training", "EAGLE-3 as ModelOpt trains it", recognise_training, read_training, write_training, **SHARED

@@ -67,7 +67,7 @@ class MtpFamily(Family):
         return Mtp(meaning.shape, taps[0], vocab, embedding, head, heads=meaning.heads, forward=meaning.forward)
 
     def parameters(self, drafter: Mtp) -> dict[str, Place]:
-        out = {}
+        out: dict[str, Place] = {}
         for i, block in enumerate(drafter.blocks):
             out |= head_parameters(block, f"{PREFIX}.{i}", f"{PREFIX}.{i}", NAMES)
         return out

@@ -216,7 +216,7 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[InsideMeaning, Tensors]:
-    return InsideMeaning(config, naming(next(iter(tensors)), config["num_hidden_layers"])), tensors
+    return InsideMeaning(config, naming(next(iter(tensors)), config["num_hidden_layers"]) or ""), tensors
 
 
 def write(meaning: InsideMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:

@@ -9,6 +9,7 @@ model the drafter is a weak one, without an error.
 
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,7 +156,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[PardMeaning, Tensor
     if config.get("tie_word_embeddings"):
         tensors = {key: tensor for key, tensor in tensors.items() if key != "lm_head.weight"}
     own = {key: value for key, value in config.items() if not key.startswith(("pard", "spd_type", "block_size"))}
-    two = {}
+    two: dict[str, Any] = {}
     if layers:
         held = tensors.get(PROJECTION)
         dim = config.get("pard2_target_dim") or (0 if held is None else held.shape[1])

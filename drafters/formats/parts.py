@@ -3,8 +3,10 @@
 Fused parameters of ours hold the rows of several tensors.
 """
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.moe import MoE
@@ -18,7 +20,7 @@ from specdec.model.rope import Rope
 Place = tuple[Tensor, int, int]  # a parameter, its first row, and how many
 
 
-def layer_parameters(layer: nn.Module, prefix: str) -> dict[str, Place]:
+def layer_parameters(layer: Any, prefix: str) -> dict[str, Place]:
     """The tensors of a draft layer (`attention`, `post_norm`, `mlp`) by their Hugging Face names."""
     attention = layer.attention
     q = attention.heads * attention.head_dim * (2 if attention.gate else 1)

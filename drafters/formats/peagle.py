@@ -10,10 +10,12 @@ number can be drafted, but only so many were trained. `mask_hidden` is in the or
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specdec.contracts import Drafter
 from specdec.drafters.formats import eagle3, eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
@@ -37,7 +39,7 @@ class PEagleMeaning(Eagle3Meaning):
     embeds: bool = True  # the file holds an embedding, which is the head's own
 
     @property
-    def own_embedding(self) -> bool:
+    def own_embedding(self) -> bool:  # type: ignore[override]
         return self.embeds
 
 
@@ -60,23 +62,23 @@ class PEagleFamily(Eagle3Family):
     parameters = staticmethod(parameters)
     optional = ("d2t", "t2d")
 
-    def make(self, meaning: PEagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
+    def make(self, meaning: Any, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         how = taps, vocab, embedding, meaning.block, meaning.mask_token, meaning.forward, meaning.tap_width
         drafter = PEagle(meaning.shape, meaning.layers, *how)
         if not meaning.own_head:
             drafter.head = SharedHead(head, vocab.ids)
         return drafter
 
-    def construct(self, meaning: PEagleMeaning, tensors: Tensors, target, name: str) -> PEagle:
+    def construct(self, meaning: Any, tensors: Tensors, target, name: str) -> Drafter:
         if not meaning.embeds and meaning.shape.hidden == target.config.hidden:
             tensors = tensors | {EMBEDDING: target.embed.weight}  # the head's own begins as the target's
         return super().construct(meaning, tensors, target, name)
 
-    def expected(self, meaning: PEagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
+    def expected(self, meaning: Any, tensors: Tensors) -> dict[str, torch.Size]:
         shapes = super().expected(meaning, tensors)
         return shapes if meaning.embeds else {name: shape for name, shape in shapes.items() if name != EMBEDDING}
 
-    def faults(self, meaning: PEagleMeaning, tensors: Tensors) -> list[str]:
+    def faults(self, meaning: Any, tensors: Tensors) -> list[str]:
         out = super().faults(meaning, tensors)
         if not 0 <= meaning.mask_token < meaning.vocab:
             out.append(f"mask_token_id is {meaning.mask_token}, but the embedding has {meaning.vocab} rows")
@@ -84,13 +86,13 @@ class PEagleFamily(Eagle3Family):
             out.append(f"it drafts {meaning.block} tokens, and a block has 2 at least")
         return out
 
-    def dismantle(self, drafter: PEagle, target) -> tuple[PEagleMeaning, Tensors]:
+    def dismantle(self, drafter: Any, target) -> tuple[PEagleMeaning, Tensors]:
         meaning, tensors = super().dismantle(drafter, target)
-        own = {"layers": drafter.layers, "block": drafter.block, "mask_token": drafter.mask_token}
+        own: dict[str, Any] = {"layers": drafter.layers, "block": drafter.block, "mask_token": drafter.mask_token}
         head = {"lm_head.weight": drafter.head.weight} if meaning.own_head else {}
         return PEagleMeaning(**vars(meaning), **own), tensors | rows_of(parameters(drafter)) | head
 
-    def describe(self, meaning: PEagleMeaning, tensors: Tensors) -> dict[str, str]:
+    def describe(self, meaning: Any, tensors: Tensors) -> dict[str, str]:
         out = super().describe(meaning, tensors) | {
             "layers": f"{meaning.layers}, of which the first is EAGLE-3's",
             "block": f"{meaning.block} tokens, by mask token {meaning.mask_token} after the last token",
@@ -99,22 +101,22 @@ class PEagleFamily(Eagle3Family):
         del out["feedback"]
         return out
 
-    def readings(self, meaning: PEagleMeaning, tensors: Tensors, target) -> list[Reading]:
+    def readings(self, meaning: Any, tensors: Tensors, target) -> list[Reading]:
         """EAGLE-3's misreadings, but for what is fed back."""
         return [r for r in super().readings(meaning, tensors, target) if not r.name.startswith("feedback")]
 
-    def vllm(self, meaning: PEagleMeaning) -> dict:
+    def vllm(self, meaning: Any) -> dict:
         return super().vllm(meaning) | {"parallel_drafting": True}
 
-    def refuse(self, server: str, meaning: PEagleMeaning) -> None:
+    def refuse(self, server: str, meaning: Any) -> None:
         if meaning.forward.tap_norms:
             raise ValueError("vLLM's P-EAGLE knows no norm for each tap (train with drafter.tap_norms=false)")
 
 
-def ascending(meaning: PEagleMeaning, tensors: Tensors) -> tuple[PEagleMeaning, Tensors]:
+def ascending(meaning: PEagleMeaning, tensors: Tensors) -> tuple[Any, Tensors]:
     """As `eagle3.ascending`; `mask_hidden` follows too."""
     taps, moved = meaning.taps, eagle3.ascending(meaning, tensors)
-    if moved[0].taps == taps:
+    if taps is None or moved[0].taps == taps:
         return moved
     streams = tensors[MASK].chunk(len(taps))
     order = sorted(range(len(taps)), key=taps.__getitem__)
@@ -153,7 +155,12 @@ def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block:
     if not isinstance(mask, int):
         raise ValueError(f"{name}: config.json lacks the number mask_token_id")
     layers = len({key.split(".")[1] for key in tensors if key.startswith("layers.")}) + 1
-    how = {"layers": layers, "block": block or BLOCK, "mask_token": mask, "embeds": EMBEDDING in tensors}
+    how: dict[str, Any] = {
+        "layers": layers,
+        "block": block or BLOCK,
+        "mask_token": mask,
+        "embeds": EMBEDDING in tensors,
+    }
     return PEagleMeaning(**vars(meaning), **how)
 
 

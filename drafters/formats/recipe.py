@@ -47,7 +47,7 @@ class RecipeFamily(Family):
         named = str(recipe.pop("_target_", ""))
         create = _creator(named, name)
         try:
-            drafter = create(target, vocab=DraftVocab(vocab, read_ids(tensors, IDS)), **recipe)
+            drafter = create(target, vocab=DraftVocab(target.vocab, read_ids(tensors, IDS)), **recipe)
         except (TypeError, RuntimeError) as error:
             why = str(error).splitlines()[0]
             raise ValueError(f"{name}: config.json: recipe does not fit {named}: {why}") from None
@@ -59,7 +59,7 @@ class RecipeFamily(Family):
         """Raises ValueError for a drafter without a recipe, which its maker leaves in `drafter.recipe`."""
         if drafter.recipe is None:
             raise ValueError(f"{type(drafter).__name__} has no published layout and no recipe: set drafter.recipe")
-        tensors = dict(drafter.named_parameters())
+        tensors: Tensors = dict(drafter.named_parameters())
         if scalars := [name for name, parameter in tensors.items() if not parameter.dim()]:
             raise ValueError(f"the parameter {scalars[0]} has no dimension, which is not saved: give it the shape [1]")
         if drafter.vocab.ids is not None:

@@ -85,16 +85,16 @@ def verdict(report: Report) -> str:
         )
     else:
         text = "No other reading does better than the declared one."
-        above = [o for o in _rivals(report) if o.tau is not None and o.tau > declared.tau]
+        above = [o for o in _rivals(report) if o.reach > declared.reach]
         if above:
-            top = max(above, key=lambda o: o.tau)
+            top = max(above, key=lambda o: o.reach)
             text = (
                 f"'{top.name}' came out with tau {top.tau:.2f} and the declared reading with {declared.tau:.2f}, which "
                 "chance explains: no other reading is shown to do better."
             )
-    if not best.followed.logp.isfinite().all():
+    if best.followed is not None and not best.followed.logp.isfinite().all():
         return f"{text} But it computes NaN or Inf."
-    if best.tau < HARDLY:
+    if best.reach < HARDLY:
         return (
             f"{text} But it drafts next to nothing (tau {best.tau:.2f}), and no reading that was tried explains that: "
             "the weights may be damaged or untrained, or belong to another target, tokenizer or order of tokens."
@@ -103,7 +103,7 @@ def verdict(report: Report) -> str:
     if not rivals:
         return f"{text} All others are worse."
     names = "; ".join(f"'{outcome.name}'" for outcome in rivals)
-    furthest = max(abs(outcome.gain) + outcome.margin for outcome in rivals)
+    furthest = max(abs(outcome.gain or 0.0) + (outcome.margin or 0.0) for outcome in rivals)
     return (
         f"{text} No significant difference from it: {names}. On these answers they are within {furthest:.3f} nats per "
         "token of it, so which of them the drafter was trained with cannot be seen here; more answers (--prompts, "

@@ -43,7 +43,7 @@ def write_eagle3(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts |
             "a norm for each tap it can be said (train with drafter.tap_norms=true, or with lower drafter.taps)"
         )
     norm = target.part("final_norm")
-    gains = [norm if tap == target.layers else torch.ones_like(norm) for tap in sorted(meaning.taps)]
+    gains = [norm if tap == target.layers else torch.ones_like(norm) for tap in sorted(meaning.taps or ())]
     config, tensors = speculators.spell(meaning, tensors, target)
     return config | {"norm_before_fc": True} | FINAL_NORM, tensors | {INPUT_NORM: torch.cat(gains) * SCALE}
 

@@ -49,7 +49,8 @@ def run_prompts(session: Session) -> Decoded:
 def take_turns(session: Session, first: list[Generation]) -> list[tuple[float, float]]:
     """Decode all prompts again in silence, speculatively and plainly in turn, where one pass was too short to be timed:
     up to `LONG_ENOUGH` or `PASSES` in all. first: the generations of the first pass."""
-    spent, turns, prompts = sum(part.result.seconds for part in first), [], session.prompts
+    spent, prompts = sum(part.result.seconds for part in first), session.prompts
+    turns: list[tuple[float, float]] = []
     size, together = session.args.batch_size, session.args.tp_plan is not None  # whose clocks differ
     if session.drafter is None or together:
         return []

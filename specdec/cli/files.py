@@ -139,8 +139,8 @@ def keep(path: Path, fill: Callable[[Path], object]) -> None:
         with suppress(OSError):  # another process was faster
             if time.time() - leftover.stat().st_mtime > DAY:
                 shutil.rmtree(leftover)
-    affixes = {"prefix": f"{path.name}.", "suffix": ".partial"}
-    with _one_sentence(path), tempfile.TemporaryDirectory(**affixes, dir=path.parent) as staging:
+    prefix, suffix = f"{path.name}.", ".partial"
+    with _one_sentence(path), tempfile.TemporaryDirectory(suffix, prefix, path.parent) as staging:
         made = Path(staging) / path.name
         fill(made)
         for part in (*made.rglob("*"), made):

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from contextlib import nullcontext
+from typing import Any
 
 from specdec import ranks
 from specdec.cli.chat import chat
@@ -15,10 +16,12 @@ from specdec.text import read_prompts
 
 
 def run(args: argparse.Namespace) -> None:
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
-    if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
+    output: Any = sys.stdout
+    if hasattr(output, "reconfigure"):
+        output.reconfigure(errors="replace")
+    words: Any = sys.stdin
+    if hasattr(words, "reconfigure"):
+        words.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
     ranks.share_output(args, "trace")
     prompts = [args.prompt] if args.prompt is not None else []
     if args.prompts is not None:

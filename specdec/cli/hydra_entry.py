@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from specdec import registry
 from specdec.cli.commands import Command, description, loading
@@ -40,7 +41,7 @@ def start(name: str, command: Command, given: Sequence[str]) -> None:
         from omegaconf import OmegaConf
 
         try:
-            plain = OmegaConf.to_container(settings, resolve=True)
+            plain: Any = OmegaConf.to_container(settings, resolve=True)
         except RecursionError:
             raise ValueError("the settings refer to each other in a circle") from None
         check_settings(plain, command.conf)

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from specdec.cli.flags import FLAGS, MEANT, Flag, rates, whole_numbers
 from specdec.cli.limits import LIMITS
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
             if isinstance(number, float) and not math.isfinite(number):
                 raise ValueError(f"{flag} must be a finite number, got {number}")
             if isinstance(number, int | float) and action.dest in LIMITS:
-                check_value(LIMITS[action.dest], number, flag)
+                check_value(LIMITS[action.dest], number, str(flag))
         return value
 
 
@@ -142,7 +142,9 @@ def _arguments(flag: Flag, required: bool, positional: bool) -> dict:
         text = f"{text} (default {said})"
     if required:  # then nobody meets the default
         text = text.partition(" (default")[0]
-    how = {"help": text, "type": flag.kind, "metavar": flag.metavar or (None if flag.choices else METAVARS[flag.kind])}
+    kind: Any = flag.kind
+    metavar = flag.metavar or (None if flag.choices else METAVARS[kind])
+    how: dict[str, Any] = {"help": text, "type": kind, "metavar": metavar}
     how |= {"choices": flag.choices} if flag.choices else {}
     how |= {"action": "append"} if flag.nargs == "append" else {"nargs": flag.nargs} if flag.nargs else {}
     if not positional:
@@ -166,4 +168,5 @@ def with_new_names(prog: str, words: Sequence[str], old: Mapping[str, str]) -> l
 def read_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
     """The dataclass with what the flags say; fields without a flag keep their defaults. Raises what it raises."""
     given = vars(args)
-    return settings(**{f.name: given[f.name] for f in fields(settings) if f.name in given})
+    known = fields(cast(Any, settings))
+    return settings(**{f.name: given[f.name] for f in known if f.name in given})

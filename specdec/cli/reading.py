@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, AnyStr, TypeVar
+from typing import IO, Any, AnyStr, TypeVar, cast
 
 from specdec.schema import shown
 
@@ -83,7 +83,7 @@ def read_model(model: type[Model], value: object, where: str) -> Model:
 
     try:
         json.dumps(value, ensure_ascii=False).encode()
-        return model.model_validate(value)
+        return cast(Any, model).model_validate(value)
     except UnicodeEncodeError:
         raise ValueError(f"{where}: a text holds half of a surrogate pair, which is no character") from None
     except ValidationError as error:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from specdec import ops, ranks
 from specdec.api import Generation, ModelSettings, Sampling, answer
@@ -15,7 +16,7 @@ from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Observer, Observers, Reads, RoundReport
 from specdec.engine.sequence import check_prompt
 from specdec.engine.trace_files import check_trace_folder, write_trace
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.text import check_stops, clean, encode_prompt
 from specdec.trees.spec import TreeSettings
 from specdec.tuning.choose import choose_tree
@@ -57,21 +58,21 @@ class Session:
         file = args.json_schema
         self.schema = None if file is None else parse_json(read_text(file, "JSON schema"), str(file))
         trees = read_flags(TreeSettings, args)
-        self.tree = None if args.no_draft else trees.make()
+        self.tree: Any = None if args.no_draft else trees.make()  # a `Tree`; None for plain decoding
         self.verifier = read_flags(VerifierSettings, args).make()
         models = read_flags(ModelSettings, args)
         self.target = models.load_target()
         self.prompts = _encoded(self.target, prompts, args.raw)
-        self.drafter = None if args.no_draft else models.load_drafter(self.target)
+        self.drafter: Any = None if args.no_draft else models.load_drafter(self.target)
         if args.compile and self.target.device.type == "cuda":
             ops.use("torch")  # Inductor makes its own of torch's operators
         shared = args.tp_plan is not None and ranks.world() > 1
         signals = SharedSignals if shared else StopSignals
         self.signals = signals("ending after this round; once more ends at once", insist=True)
-        self.choice = None
+        self.choice: Any = None  # a `Choice`, where a tree was chosen
         if self.drafter is not None and trees.automatic and args.adaptive is None:
             self._choose_tree(asked=trees.tree is not None)
-        how = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
+        how: dict[str, Any] = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
         self.plain = Engine(self.target, **how)
         how |= {"children": args.children, "prefixes": CHAT_BYTES if args.chat else 0}
         parts = self.target, self.drafter, self.tree, self.verifier
@@ -96,7 +97,7 @@ class Session:
                 raise ValueError(f"--tree auto cannot choose: {why}")
             return
         args = self.args
-        self.choice = choose_tree(
+        choice = choose_tree(
             self.target,
             self.drafter,
             batch=args.batch_size,
@@ -104,7 +105,7 @@ class Session:
             compile=args.compile,
             recalibrate=args.recalibrate,
         )
-        self.tree = self.choice.tree
+        self.choice, self.tree = choice, choice.tree
         if self.tree is None:
             self.drafter = None
 
@@ -145,7 +146,7 @@ class Session:
         )
 
 
-def _encoded(target: Target, prompts: Sequence[str], raw: bool) -> list[list[int]]:
+def _encoded(target: LanguageModel, prompts: Sequence[str], raw: bool) -> list[list[int]]:
     """The token ids of prompts. Raises ValueError for the first that the target does not take, with its number if there
     are several."""
     found = []

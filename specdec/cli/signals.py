@@ -34,7 +34,7 @@ class StopSignals:
     @property
     def code(self) -> int:
         """The exit code of a process that a signal has ended, as shells have it: 130 or 143."""
-        return 128 + self.number
+        return 128 + (self.number or 0)
 
     def __enter__(self) -> "StopSignals":
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -63,7 +63,7 @@ class SharedSignals(StopSignals):
 
     @property
     def code(self) -> int:
-        return 128 + self.agreed
+        return 128 + (self.agreed or 0)
 
     def meet(self, emitted: list[list[int]]) -> None:
         """Every process must call it. Raises ValueError if not all have the same tokens."""

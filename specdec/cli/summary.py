@@ -1,6 +1,7 @@
 """The summary of `specdec generate`: one JSON object, or a few lines."""
 
 import re
+from typing import Any
 
 from specdec.cli.decoding import Decoded, merged
 from specdec.cli.session import Session
@@ -29,7 +30,7 @@ def summarise(session: Session, decoded: Decoded) -> dict:
     done, baseline = decoded.done, decoded.baseline
     total = merged(done)
     one = len(total.rows) == 1
-    summary = {
+    summary: dict[str, Any] = {
         "text": total.text[0] if one else total.text,
         "token_ids": total.rows[0].tokens if one else [row.tokens for row in total.rows],
         "finish": total.rows[0].finish if one else [row.finish for row in total.rows],

@@ -35,7 +35,8 @@ class Part:
     def index(self, place_of: dict[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for the rows that are still in the batch, their places in the batch and in this part, and how many
         of their positions count. Those that count come first: once a row has ended, none of its positions counts."""
-        counts = sum(positions.n for positions in self.rounds)
+        first, *others = [positions.n for positions in self.rounds]
+        counts = sum(others, first)
         here = [row for row, id_ in enumerate(self.ids) if id_ in place_of]
         places = torch.tensor([place_of[self.ids[row]] for row in here], device=counts.device)
         rows = torch.tensor(here, device=counts.device)
@@ -44,9 +45,8 @@ class Part:
     def joined(self) -> tuple[Tensor | None, Tensor]:
         """Return the features [R,K,F] and tokens [R,K] of all rounds, concatenated."""
         tokens = torch.cat([positions.tokens for positions in self.rounds], 1)
-        if self.rounds[0].feats is None:
-            return None, tokens
-        return torch.cat([positions.feats for positions in self.rounds], 1), tokens
+        feats = [positions.feats for positions in self.rounds if positions.feats is not None]
+        return torch.cat(feats, 1) if feats else None, tokens
 
 
 class Backlog:
@@ -108,7 +108,7 @@ class Backlog:
             at = torch.arange(part_tokens.shape[1], device=n.device)
             to = places[:, None], torch.where(at < count[:, None], start[:, None] + at, width)
             tokens[to] = part_tokens[rows]
-            if feats is not None:
+            if feats is not None and part_feats is not None:
                 feats[to] = part_feats[rows]
         return Positions(None if feats is None else feats[:, :width], tokens[:, :width], n)
 
@@ -133,5 +133,5 @@ def _where(taken: Tensor, new: DraftState, old: DraftState) -> DraftState:
     """Return the rows of `new` that are taken [B], and the others of `old`."""
     hidden, readout = (torch.where(taken[:, None, None], getattr(new, name), getattr(old, name))
                        for name in ("hidden", "readout"))  # fmt: skip
-    levels = None if new.levels is None else torch.where(taken, new.levels, old.levels)
+    levels = None if new.levels is None or old.levels is None else torch.where(taken, new.levels, old.levels)
     return DraftState(hidden, readout, new.head, levels)

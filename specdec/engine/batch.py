@@ -12,6 +12,7 @@ a loop must that reads rounds late (`loop.Loop`). So both loops drop the same ro
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,9 +124,9 @@ class Batch:
         settings = self._settings(sequences)
         prompts = [s.prompt for s in sequences]
         root, state, fields = self.round.prefill(prompts, self.cache, row, settings, self.controller, self.reading)
-        fields = {name: x.tolist() for name, x in fields.items()}
+        lists = {name: x.tolist() for name, x in fields.items()}
         for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
-            sequence.add([token], **{name: x[i] for name, x in fields.items()})
+            sequence.add([token], **{name: x[i] for name, x in lists.items()})
         return root, state, settings
 
     def _undo_prefill(self) -> None:
@@ -214,7 +215,7 @@ class Batch:
         if self.carried < self.price:
             return
         penalties = self.tensors.settings.penalties
-        survivors = self._drop(over)
+        survivors: Any = self._drop(over)
         self._use(self.sequences)
         self._take(self._settings(self.sequences))
         if penalties is not None and self.tensors.settings.penalties is not None:  # of rounds too that are not read yet
@@ -249,6 +250,7 @@ class Batch:
         # Without a mask a single row's only position would take `max_len` for the exact length.
         inexact = self.executor.fixed or (self.overlap and (most == 0 or self.controller is not None))
         itself = tensors.itself if inexact else None
+        eos: Any = settings.eos
 
         def run(bound: int) -> RoundReport:
             tensors.bound(bound)
@@ -260,7 +262,7 @@ class Batch:
             played = tensors.root, tensors.state, self.cache, tensors.active, settings, itself, levels, most
             root, state, report = self.round.play(*played, self.controller)
             if self.overlap:
-                tensors.settle(settings.eos, report.emission.tokens, report.emission.counts)
+                tensors.settle(eos, report.emission.tokens, report.emission.counts)
             tensors.store(root, state)
             return report.only(reads)
 
@@ -271,7 +273,7 @@ class Batch:
         bucket = self.room if any_bound else next(size for size in self.buckets if size >= bound)
         graph = self._graph(bucket, levels)
         report = graph.replay(bound)
-        if self.controller is not None and graph.eager and not report.eager:
+        if self.controller is not None and levels is not None and graph.eager and not report.eager:
             self.controller.policy.changed(len(self.sequences), levels)
         graph.eager = report.eager
         return report if any_bound else copied(report)

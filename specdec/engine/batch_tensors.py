@@ -26,7 +26,8 @@ class BatchTensors:
 
     def __init__(self, round_: Round, rows: int, room: int, fixed: bool):
         """Make room for `rows` rows of up to `room` tokens."""
-        target, self.drafter, self.rows, self.fixed = round_.target, round_.drafter, rows, fixed
+        target, self.rows, self.fixed = round_.target, rows, fixed
+        self.drafter: Any = round_.drafter  # a `Drafter`, or None
         self.device = device = target.device
         self.cache = target.new_cache(rows, round_.target_slots(room))
         self.draft_cache: KVCache | None = None
@@ -41,9 +42,9 @@ class BatchTensors:
         self.all_states: DraftState | None = None
         self.kinds: dict[tuple, RoundSettings] = {}  # by `kind`: settings whose tensors captured rounds read
         self.kind: tuple = ()
-        self.settings: RoundSettings | None = None  # that rounds are played with
-        self.root: Tensor | None = None  # [W]
-        self.state: DraftState | None = None
+        self.settings: Any = None  # `RoundSettings` that rounds are played with, once rows have joined
+        self.root: Any = None  # [W]
+        self.state: Any = None  # a `DraftState`, where there is a drafter
         self.clear()
 
     def clear(self) -> None:
@@ -149,8 +150,9 @@ class BatchTensors:
         if not self.fixed:
             self.settings = settings
             return
+        eos: Any = settings.eos
         self.kind = (
-            *settings.eos.shape, _program(settings.sampling), settings.penalties is not None, settings.logprobs,
+            *eos.shape, _program(settings.sampling), settings.penalties is not None, settings.logprobs,
             settings.likely, settings.steps is not None,
         )  # fmt: skip
         self.settings = self.kinds.setdefault(self.kind, replace(settings, clock=SilentClock()))

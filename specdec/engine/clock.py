@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ class Clock:
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
-        self.marks: list[tuple[str, object]] = []
+        self.marks: list[tuple[str, Any]] = []  # times, or events of a GPU
         self.folded: dict[str, float] = defaultdict(float)  # seconds by part of the marks that are gone
         self.gone = 0  # how many those are
         self.mark("")

@@ -1,9 +1,10 @@
 """Which targets, drafters, tree policies and verifiers fit together."""
 
 from pathlib import Path
+from typing import Any, cast
 
 from specdec.contracts import Drafter, TreePolicy
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.schema import shown
 from specdec.structs import Verifier
 
@@ -20,7 +21,7 @@ def check_parts(target: object, drafter: object, policy: object, verifier: objec
         raise TypeError(f"verifier must be a verifier, see specdec.make_verifier, got {shown(verifier)}")
 
 
-def checked(target: Target, drafter: Drafter, policy: TreePolicy, verifier: Verifier) -> TreePolicy:
+def checked(target: LanguageModel, drafter: Drafter, policy: TreePolicy, verifier: Verifier) -> TreePolicy:
     """Return the policy, over the drafter's block if it takes marginals.
 
     Raises ValueError, one sentence, for parts that do not fit together."""
@@ -54,4 +55,4 @@ def over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
             "a block tree takes the slots of a block for independent, and this drafter's depend on the "
             "tokens drafted before them: take a dynamic tree, which drafts each child along its own path"
         )
-    return policy.within(drafter.block)
+    return cast(Any, policy).within(drafter.block)

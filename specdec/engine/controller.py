@@ -6,12 +6,13 @@ To choose nodes of a drafted tree, the host must see the tree. On a GPU that wai
 import time
 from collections import abc
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.contracts import Drafter, DraftState
+from specdec.contracts import DraftState
 from specdec.engine.adaptive import Draft, Outcome, Policy
 from specdec.engine.backlog import Backlog, Positions
 from specdec.engine.report import Plan, RoundReport
@@ -36,14 +37,14 @@ def outcome_of(report: RoundReport, counts: list[int]) -> Outcome:
 class Controller:
     """Asks a policy about the rounds of one batch."""
 
-    def __init__(self, policy: Policy, drafter: Drafter):
+    def __init__(self, policy: Policy, drafter: Any):
         self.policy, self.drafter = policy, drafter
         # Whether plain rounds leave their positions for later. Such a drafter stores nothing of positions but a cache.
         # Other drafters absorb a position at little cost.
         self.defers = drafter.capturable and drafter.cache is not None
         self.backlog: Backlog | None = None
         self.joining: Positions | None = None  # of rows that were prefilled and have not joined the batch yet
-        self.plan: Plan | None = None  # of the next round, or of the last one
+        self.plan: Any = None  # a `Plan`, of the next round, or of the last one
         self.plain = False  # the last round was planned as a plain one
         self.like: DraftState | None = None  # a state of the drafter without rows, for its shape
 
@@ -53,7 +54,8 @@ class Controller:
         live = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
         levels = self.policy.plan(len(live))
         if any(sequences[i].steps is not None for i in live):
-            asked = {i: levels if sequences[i].steps is None else min(sequences[i].steps, levels) for i in live}
+            limits = {i: sequences[i].steps for i in live}
+            asked = {i: levels if most is None else min(most, levels) for i, most in limits.items()}
             levels = max(asked.values())
             # A row for which fewer levels count says nothing about the levels after them.
             live = [i for i in live if asked[i] == levels]
@@ -89,15 +91,17 @@ class Controller:
 
     def _draft(self, tree: DraftTree, state: DraftState) -> Draft:
         parents, drawn = tree.parents, tree.q is not None
-        edges = tree.q.amax(-1).gather(1, parents).log() if drawn else tree.logq - tree.logq.gather(1, parents)
+        q: Any = tree.q
+        logq: Any = tree.logq
+        edges = q.amax(-1).gather(1, parents).log() if drawn else logq - logq.gather(1, parents)
         edges = edges.nan_to_num(nan=NEVER, neginf=NEVER)  # below a node of probability 0 there is no difference
         sure = None
         if tree.topk is None and self.drafter.confident and tree.tokens.shape[1] == tree.steps + 1:
             sure = self.drafter.confidences(state, tree.tokens[:, 1:]).float().cpu().numpy()
-        host = (x.cpu().numpy() for x in (edges.float(), parents, tree.depth, tree.ancestors))
+        host = [x.cpu().numpy() for x in (edges.float(), parents, tree.depth, tree.ancestors)]
         live = np.zeros(len(parents), dtype=bool)
         live[self.plan.rows] = True
-        return Draft(self.plan.levels, *host, live, drawn, sure)
+        return Draft(self.plan.levels, host[0], host[1], host[2], host[3], live, drawn, sure)
 
     # What plain rounds leave to the drafter
 

@@ -4,6 +4,7 @@ import time
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from specdec.engine.report import Observer, Reads, RoundReport, reads_of
 from specdec.engine.result import Result
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.sampling.filters import settings_of
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.noise import Seed
@@ -52,7 +53,7 @@ class Engine:
 
     def __init__(
         self,
-        target: Target,
+        target: LanguageModel,
         drafter: Drafter | None = None,
         policy: TreePolicy | None = None,
         verifier: Verifier = sample_and_match,
@@ -68,7 +69,8 @@ class Engine:
     ):
         check_parts(target, drafter, policy, verifier)
         self.round = Round(target, drafter, policy, verifier, children)
-        self.target, self.drafter, self.policy, self.verifier = target, drafter, self.round.policy, verifier
+        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.policy: Any = self.round.policy  # a `TreePolicy`; None without a drafter
         self.device = target.device
         self.adaptive, self.round.adapts = adaptive, adaptive is not None
         if adaptive is not None and drafter is None:
@@ -81,7 +83,7 @@ class Engine:
         self.compact, self.abstain = compact, abstain
         self.prefixes = Prefixes(prefixes) if prefixes and not target.chains_only else None
         self.waiting: list[Sequence] = []
-        self.loop: Loop | None = None
+        self.loop: Any = None  # a `Loop`, while room is reserved
         self.room = 0  # tokens of a row, as reserved; caches may have more
         self.read_part = False  # a part of a prompt was read since the last round
         self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
@@ -226,17 +228,15 @@ class Engine:
             logprobs: Store log-probabilities of emitted tokens, before penalties, temperature and filters.
             observer: Called after every step.
         """
-        start, config = time.perf_counter(), self.target.config
-        eos = self.target.eos if eos is None else eos
+        start, config, eos = time.perf_counter(), self.target.config, self.target.eos if eos is None else eos
         if not prompts:
             raise ValueError("no prompt was given")
         seeds = [(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
-        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
+        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
         given |= {"stop": stop, "grammar": grammar}
         columns = [per_row(value, len(prompts), name) for name, value in given.items()]
-        size = {"vocab": config.vocab, "context": config.context}
-        of_rows = zip(prompts, *columns, strict=True)
-        rows = [make_sequence(*own, eos, logprobs, **size).obey(rule) for *own, rule in of_rows]
+        how: dict[str, Any] = {"eos": eos, "logprobs": logprobs, "vocab": config.vocab, "context": config.context}
+        rows = [make_sequence(*own, **how).obey(rule) for *own, rule in zip(prompts, *columns, strict=True)]
         request = Request(
             batch=len(rows),
             prompt=max(len(row.prompt) for row in rows),
@@ -270,7 +270,7 @@ class Engine:
         self.room, clock = room, Clock(self.device)
         if self.graphs is None:
             self._check_memory(request)
-            how = {name: getattr(self, name) for name in ("overlap", "compact", "abstain", "adaptive")}
+            how: dict[str, Any] = {name: getattr(self, name) for name in ("overlap", "compact", "abstain", "adaptive")}
             batch = Batch(self.round, rows, room, clock, **how)
         else:
             room = self.graphs.room_for(widths, room)

@@ -74,7 +74,7 @@ class CudaGraphs:
             self._warm_up(run, preserved, bound)
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as a data loader's, may still use the device while this one captures.
-            how = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
+            how: dict[str, Any] = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
             # A capture may allocate the tensors in which torch's generator stores its state for graphs of any owner.
             # Made in the engine's inference mode they could not be written to outside (pytorch issue 166792).
             outside = torch.inference_mode(False)
@@ -129,7 +129,7 @@ def make_graphs(
         adaptive: chooses the trees of rounds.
     """
     device, cuts = round_.target.device, adaptive is not None and adaptive.cuts
-    if cuts and (compiles or wanted):
+    if adaptive is not None and adaptive.cuts and (compiles or wanted):
         raise ValueError(
             f"the policy {adaptive.name!r} leaves out nodes of trees that the host has seen, and recorded or compiled "
             "rounds show none: decode without graphs and compiling, or by table or ema"
@@ -144,7 +144,7 @@ def make_graphs(
         raise ValueError(f"{why}; decode without graphs")
     if wanted is True and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the target is on the {device.type}; decode without graphs")
-    return Graphs(round_, CudaGraphs(device) if wanted in (True, None) else wanted)
+    return Graphs(round_, CudaGraphs(device) if wanted is None or isinstance(wanted, bool) else wanted)
 
 
 def compiling_backend(wanted: "bool | Executor | None", round_: Round, background: bool) -> Executor:

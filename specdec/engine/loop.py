@@ -121,7 +121,7 @@ class Loop:
             row.trace.emitted.append(len(added))
             report.emitted.append(added)
             report.accepted.append(min(count - 1, len(added)))
-        if report.plan is not None:
+        if report.plan is not None and self.batch.controller is not None:
             self.batch.controller.learn(report, read.counts)
         self.batch.clock.mark("host")
         return report

@@ -4,9 +4,9 @@ import os
 import re
 from collections import abc
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
 from specdec.contracts import Drafter
@@ -84,7 +84,7 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
     noise = 0 if request.greedy else batch * round_.path * vocab * NOISE
     each = width + (0 if likeliest else VERIFY) + (PENALTIES if request.penalised else 0)
     drafting, read = 0, 0
-    if policy is not None:
+    if policy is not None and drafter is not None:
         # The logits of a level in fp32, their log-softmax, and for a tree that samples its probabilities.
         drafting = batch * policy.topk * drafter.vocab.size * (width + 12) + batch * nodes * vocab * 4 * policy.samples
         if request.reads >= Reads.LOGITS:  # an observer reads those of one round while the next one runs
@@ -127,7 +127,7 @@ def _scores(target, batch: int, prompt: int, window: int | None) -> int:
     """What a layer's attention holds (`attention.attend_causal`): keys and values that are repeated for every query
     head; and where torch has no fused kernel for it scores, a mask, and rows in fp32 with those keys and values."""
     masked = window is not None and window < prompt
-    queries, keys = (window, min(prompt, 2 * window)) if masked else (prompt, prompt)
+    queries, keys = (window, min(prompt, 2 * window)) if masked and window is not None else (prompt, prompt)
     heads, (kv_heads, head_dim) = target.query_heads, target.cache_shape
     copies = key_heads(target, masked) > kv_heads
     repeated = copies * batch * keys * head_dim * 2 * heads * target.dtype.itemsize
@@ -179,7 +179,7 @@ def _experts(drafter: Drafter | None) -> int:
     return 0 if drafter is None else sum(p.nbytes for p in drafter.parameters() if p.ndim == 3)
 
 
-def weight_bytes(*models: nn.Module | None) -> int:
+def weight_bytes(*models: Any) -> int:
     """Bytes of all parameters and buffers of the models that are given; what is shared counts once."""
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()

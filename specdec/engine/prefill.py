@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Reading:
     join the batch meanwhile. Only the target reads in parts: a drafter reads the whole prompt when the row joins."""
 
     def __init__(
-        self, target: Target, cache: KVCache, taps: tuple[int, ...], most: int, prefixes: Prefixes | None = None
+        self, target: LanguageModel, cache: KVCache, taps: tuple[int, ...], most: int, prefixes: Prefixes | None = None
     ):
         """cache: that of the rows. most: tokens of a part. prefixes: the prefix cache."""
         self.target, self.cache, self.taps, self.most = target, cache.scratch(), taps, most
@@ -46,8 +46,8 @@ class Reading:
         others could be read together with it, which is worth more than a small part of it."""
         if len(sequence.prompt) > self.most or self.sequence is sequence:
             return True
-        found = self.prefixes and self.prefixes.find(sequence.prompt)
-        return bool(found) and (not several or 2 * found[1] >= len(sequence.prompt))
+        found = None if self.prefixes is None else self.prefixes.find(sequence.prompt)
+        return found is not None and (not several or 2 * found[1] >= len(sequence.prompt))
 
     def wants(self, sequence: Sequence, several: bool) -> bool:
         """Is its prompt to be read here, and not read yet?"""
@@ -74,8 +74,8 @@ class Reading:
 
     def _begin(self, sequence: Sequence) -> None:
         """What another prompt has left of its beginning need not be read."""
-        found = self.prefixes and self.prefixes.find(sequence.prompt)
-        if not found:
+        found = None if self.prefixes is None else self.prefixes.find(sequence.prompt)
+        if self.prefixes is None or found is None:
             return
         prefix, self.done = found
         self.prefixes.touch(prefix)
@@ -94,7 +94,8 @@ class Reading:
 
     def take(self, prompts: abc.Sequence[abc.Sequence[int]]) -> Read | None:
         """What the target made of the only one of these, if it has been read here. It is forgotten here."""
-        if len(prompts) != 1 or self.logits is None or prompts[0] is not self.sequence.prompt:
+        own = None if self.sequence is None else self.sequence.prompt
+        if len(prompts) != 1 or self.logits is None or prompts[0] is not own:
             return None
         read = Read(self.cache, self.logits, torch.cat(self.feats, 1) if self.feats else None)
         self.drop()

@@ -5,13 +5,14 @@ import platform
 from collections import abc
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 
 from specdec import __version__
-from specdec.contracts import Drafter, TreePolicy
+from specdec.contracts import Drafter
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.engine.sequence import Sequence
 from specdec.engine.traces import RowTrace
@@ -157,12 +158,13 @@ class Recorder(Observer):
 
     def _add(self, report: RoundReport) -> None:
         seconds = report.clock.seconds(self._mark)
-        trees, paths = [None] * len(report.rows), [[0]] * len(report.rows)
+        trees: list[TracedTree | None] = [None] * len(report.rows)
+        paths = [[0]] * len(report.rows)
         levels = report.levels or [0 if report.tree is None else report.tree.steps] * len(report.rows)
         if report.tree is not None:
             values = node_values(report.tree, report.logits, report.sampling)
-            trees = [TracedTree(*parts) for parts in zip(*values.values(), strict=True)]
-            trees = [_first_levels(*both) for both in zip(trees, levels, strict=True)]
+            whole = [TracedTree(*parts) for parts in zip(*values.values(), strict=True)]
+            trees = [_first_levels(tree, deep) for tree, deep in zip(whole, levels, strict=True)]
             ends = report.verdict.n.tolist()
             paths = [path[:n] for path, n in zip(report.verdict.path.tolist(), ends, strict=True)]
         used = [len(chosen.unique()) for chosen in report.experts]
@@ -201,7 +203,7 @@ def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBa
     return {name: value.cpu() for name, value in values.items()}
 
 
-def describe(target, drafter: Drafter | None, tree: TreePolicy | None, verifier: Verifier) -> dict:
+def describe(target, drafter: Drafter | None, tree: Any, verifier: Verifier) -> dict:
     """What the pieces of an engine are, as settings of a trace."""
     settings = {"target": target.name, "dtype": str(target.dtype), "device": str(target.device)}
     settings["matmul_precision"] = matmul_precision(target.device)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from specdec.engine.adaptive import Draft
 from specdec.engine.backlog import Positions
-from specdec.engine.clock import Clock
 from specdec.engine.sequence import Sequence
-from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
+from specdec.structs import DraftTree, Sampling, SamplingBatch
 
 GREEDY = Sampling()
 
@@ -63,7 +62,7 @@ class RoundReport:
     # Of the step
     rows: list[Sequence] = field(default_factory=list)  # as they are now; some may have ended before
     sampling: Sampling | SamplingBatch = GREEDY
-    clock: Clock | None = None
+    clock: Any = None  # a `Clock`
     prefill: bool = False  # the rows have just joined, and emitted their first token
     captured: bool = False  # a round was captured or compiled in this step, which took its time
     # Once the round was read
@@ -72,16 +71,16 @@ class RoundReport:
     levels: list[int] | None = None  # of the tree, by row: nodes after these levels are void; None: all levels count
     logprobs: list[list[float]] | None = None  # of emitted tokens, before any cut; None if not requested
     # On the device
-    emission: Emission | None = None
+    emission: Any = None  # an `Emission`; None for a prefill
     tree: DraftTree | None = None
-    verdict: Verdict | None = None
+    verdict: Any = None  # a `Verdict`, where there is a tree
     nodes: int = 1  # of the trees that were verified, the root included
     experts: abc.Sequence[Tensor] = ()  # by layer, which ones the nodes of all rows chose; empty for a dense target
-    logits: Tensor | None = None  # [B,N,V] of the target at the tree's nodes, after penalties and masks
+    logits: Any = None  # [B,N,V] of the target at the tree's nodes, after penalties and masks
     # For an adaptive policy
-    plan: Plan | None = None
-    parents: Tensor | None = None  # [B,N] of the tree
-    path: Tensor | None = None  # [B,P] of the verifier output
+    plan: Any = None  # a `Plan`
+    parents: Any = None  # [B,N] of the tree
+    path: Any = None  # [B,P] of the verifier output
     deferred: Positions | None = None  # of a plain round: for the drafter to absorb later
     eager: bool = False  # played eagerly instead of replayed, as the captured round is not ready yet
 

@@ -7,6 +7,7 @@ that obey a grammar make their rounds wait (`specdec.engine.sequence.Masks`).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from specdec.engine.prefill import Reading
 from specdec.engine.report import Emission, RoundReport
 from specdec.engine.sequence import Masks
 from specdec.model.cache import KVCache
-from specdec.model.target import Target, check_taps
+from specdec.model.language_model import LanguageModel
+from specdec.model.target import check_taps
 from specdec.ops.likely import logprobs_of, top
 from specdec.sampling.draws import sample
 from specdec.sampling.noise import Noise, RoundNoise, Seed, hashes_of
@@ -71,7 +73,7 @@ class Round:
 
     def __init__(
         self,
-        target: Target,
+        target: LanguageModel,
         drafter: Drafter | None,
         policy: TreePolicy | None,
         verifier: Verifier,
@@ -83,10 +85,11 @@ class Round:
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
             check_taps(drafter.taps, target.config.layers)
-            policy = checked(target, drafter, policy, verifier)
+            policy = checked(target, drafter, cast(TreePolicy, policy), verifier)
             children = kind_for(verifier, policy, children)
-        self.target, self.drafter, self.policy, self.verifier = target, drafter, policy, verifier
-        self.children = children
+        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.policy: Any = policy  # a `TreePolicy`; None without a drafter
+        self.children = children or "likeliest"
         self.path = policy.steps + 1 if policy else 1  # P, the most tokens that a round emits
         self.nodes = policy.num_draft_tokens if policy else 1  # N
         self.taps = drafter.taps if drafter else ()
@@ -144,7 +147,9 @@ class Round:
         tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
         part = cache.admit(row, len(prompts), longest)
-        read = reading and reading.take(prompts)
+        read = None if reading is None else reading.take(prompts)
+        logits: Any
+        feats: Any
         if read is None:
             logits, feats = self.target(tokens, part, taps=self.taps, last=lens - 1, prefill=True)
             part.advance(lens, longest)
@@ -191,9 +196,10 @@ class Round:
             if isinstance(settings.sampling, SamplingBatch) or not settings.sampling.greedy:
                 noise = settings.noise.after(cache.lens, policy.steps + 1)
             children = children_of(self.children, settings.sampling, noise, self.drafter.trust)
-            tree = policy.grow(self.drafter, root, state, children)
+            before: Any = state
+            tree = policy.grow(self.drafter, root, before, children)
             if controller is not None:
-                tree = controller.cut(tree, state)
+                tree = controller.cut(tree, before)
             clock.mark("draft")
         if tree is None:
             feats, n, report = self._decode(root, cache, active, settings, itself)

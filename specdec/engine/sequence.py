@@ -85,7 +85,7 @@ class Sequence:
         if self.logprobs is not None and logprobs is not None:
             self.logprobs += logprobs[: len(added)]
             if self.top:
-                places = zip(likely[: len(added)], likely_logprobs, strict=False)
+                places = zip((likely or ())[: len(added)], likely_logprobs or (), strict=False)
                 self.likely += [list(zip(ids[: self.top], own, strict=False)) for ids, own in places]
         if self.finish is None and len(self.tokens) == self.limit:
             self.finish = self.at_limit

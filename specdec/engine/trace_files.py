@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -75,7 +76,9 @@ def read_trace(folder: Path) -> Trace:
         file = folder / name
         if not file.is_file() or _digest(file) != header.sha256.get(name):
             raise ValueError(f"{file} is {'damaged' if file.is_file() else 'missing'}: record the trace anew")
-    rows = [TracedRow(**dict(line) | {"seed": tuple(line.seed)}) for _, line in _read_lines(folder / ROWS, RowLine)]
+    found: list[dict[str, Any]]
+    found = [dict(line) | {"seed": tuple(line.seed)} for _, line in _read_lines(folder / ROWS, RowLine)]
+    rows = [TracedRow(**row) for row in found]
     lines = list(_read_lines(folder / ROUNDS, RoundLine))
     trees = _read_trees(folder / NODES, [line.nodes for _, line in lines])
     for (where, line), tree in zip(lines, trees, strict=True):
@@ -94,7 +97,7 @@ def _read_trees(file: Path, sizes: list[int]) -> list[TracedTree | None]:
     for name in NODE_FIELDS:
         dtype = torch.int32 if name in ("tokens", "parents") else torch.float32
         found = nodes.get(name)
-        if found is None or found.shape != (sum(sizes),) or (found.dtype != dtype and sum(sizes)):
+        if found is None or found.shape != (sum(sizes),) or (found.dtype != dtype and sum(sizes) > 0):
             what = "missing" if found is None else f"{str(found.dtype)[6:]} {list(found.shape)}"
             raise ValueError(f"{file}: tensor {name} must be {str(dtype)[6:]} [{sum(sizes)}], as {ROUNDS} says: {what}")
     parts = zip(*(nodes[name].split(sizes) for name in NODE_FIELDS), strict=True)

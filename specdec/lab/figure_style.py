@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -11,7 +12,7 @@ WIDTH = 9.6  # inches
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
 MARKERS = "osD^vPX"
 PART_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "commit": "#CC79A7", "round": "#009E73", "host": "#999999"}
-STYLE = {
+STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 9,

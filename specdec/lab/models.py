@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.cli.parser import read_flags
 from specdec.contracts import Drafter
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.model_settings import ModelSettings
 from specdec.schema import shown
 from specdec.text import encode_prompt, read_prompts
@@ -15,7 +15,7 @@ from specdec.text import encode_prompt, read_prompts
 TEXTS = ("draft", "name", "token_map", "feedback")  # of an entry
 
 
-def load_models(args: argparse.Namespace) -> tuple[Target, Drafter]:
+def load_models(args: argparse.Namespace) -> tuple[LanguageModel, Drafter]:
     """The pair that the flags name. Raises ValueError for a target without its drafter."""
     models = read_flags(ModelSettings, args)
     models.check_pair()
@@ -23,7 +23,7 @@ def load_models(args: argparse.Namespace) -> tuple[Target, Drafter]:
     return target, models.load_drafter(target)
 
 
-def read_encoded(target: Target, file: Path, limit: int | None, raw: bool = False) -> list[list[int]]:
+def read_encoded(target: LanguageModel, file: Path, limit: int | None, raw: bool = False) -> list[list[int]]:
     """Token ids of the first `limit` prompts of a file, in the target's chat template unless `raw`."""
     return [encode_prompt(target, prompt, raw) for prompt in read_prompts(file)[:limit]]
 

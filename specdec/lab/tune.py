@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from specdec.engine.engine import Engine
 from specdec.recording import Accepted, Recording
@@ -35,9 +36,9 @@ def finalists(ranking: list[Prediction], count: int, within: float = 0.1) -> lis
     First come the best of every topk and the best static tree, as far as their predictions lie `within` this share of
     the best of all: this reveals an error common to one topk. The best of the rest follow."""
     least = (1 - within) * ranking[0].tokens_per_second
-    firsts = {}
+    firsts: dict[Any, Prediction] = {}
     for p in ranking:
-        if p.tokens_per_second >= least:
+        if p.tree is not None and p.tokens_per_second >= least:
             firsts.setdefault("static" if p.tree.fixed else p.tree.topk, p)
     first = list(firsts.values())
     return [*first, *(p for p in ranking if p not in first)][:count]
@@ -71,7 +72,7 @@ def measure_rates(
     prompts: token ids. The time of a batch is the median of its repeats."""
     engines = [Engine(target) if tree is None else Engine(target, drafter, tree) for tree in trees]
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    how = {"sampling": sampling, "seed": seed}
+    how: dict[str, Any] = {"sampling": sampling, "seed": seed}
     for engine in engines:
         engine.generate(groups[0], max_new_tokens=8, **how)
     how["max_new_tokens"] = max_new_tokens
@@ -111,7 +112,8 @@ class Tuned:
         """What to do, in one sentence."""
         _, draft = self.best_draft
         plain = self.measured[0][1].tokens_per_second
-        words = ", ".join(f"{name} {value}" for name, value in draft.tree.entries().items())
+        entries = {} if draft.tree is None else draft.tree.entries()
+        words = ", ".join(f"{name} {value}" for name, value in entries.items())
         ratio = draft.tokens_per_second / plain
         if self.best[0].tree is None:
             return (

@@ -12,6 +12,7 @@ import statistics
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.table import Table
@@ -91,7 +92,7 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[Costs, Tuned]:
         sampling=sampling,
         repeats=args.repeats,
     )
-    how = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
+    how: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     stage(f"decoding {len(prompts)} prompts without a drafter, and drafting along the answers")
     texts, steps = answers_to(target, prompts, **how), max(tree.steps for tree in trees)
     recording = record(target, drafter, texts, steps=steps, topks=topks, sampling=sampling)

@@ -27,5 +27,9 @@ class WrappedDrafter(Drafter):
         return self.drafter.expand(first, tokens, hidden, level, ancestors)
 
 
+def _held(name: str) -> property:
+    return property(lambda self: getattr(self.drafter, name))
+
+
 for _name in PASSED_ON:  # methods too: reading one gives the held drafter's own
-    setattr(WrappedDrafter, _name, property(lambda self, name=_name: getattr(self.drafter, name)))
+    setattr(WrappedDrafter, _name, _held(_name))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +101,8 @@ class CacheView:
         """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, by what `rope_write` gives."""
         q = write(rows, *rope, self.slots, *self.flat)
         if self.fresh:  # a prompt attends to its own positions
-            return attend_causal(q, *self.cache.layers[self.index][:, :, : q.shape[1]], self.window, self.scale)
+            k, v = self.cache.layers[self.index][:, :, : q.shape[1]]
+            return attend_causal(q, k, v, self.window, self.scale)
         return self.attention(q, *self.heads)
 
 
@@ -112,7 +114,7 @@ class Attention(Freezable):
 
     def __init__(
         self,
-        shape,
+        shape: Any,
         width: int,
         bias: bool = False,
         qk_norm: bool = False,
@@ -147,7 +149,7 @@ class Attention(Freezable):
         """Return the function (x, rope, attend) -> attention(x)."""
         return self._bind(self.qkv.bind(), self.o.bind())
 
-    def forward(self, *inputs) -> Tensor:
+    def forward(self, *inputs: Any) -> Tensor:
         if self.frozen is None and torch.is_grad_enabled():  # autocast keeps what it makes of a module's weight
             return self._bind(self.qkv, self.o)(*inputs)
         return super().forward(*inputs)
@@ -180,12 +182,13 @@ class Attention(Freezable):
                 q, k, v = rows.split_with_sizes([q_rows, kv_heads, kv_heads], dim=2)
                 if gated:
                     q, gate = q.unflatten(2, (heads, 2)).unbind(3)
-                if q_norm is not None:
+                if q_norm is not None and k_norm is not None:
                     q, k = q_norm(q), k_norm(k)
                 qk = torch.cat([q, k], dim=2)
             turned = rotate(qk[..., :some] if part else qk, *rope)
             qk = torch.cat([turned, qk[..., some:]], dim=-1) if part else turned
-            out = attend(*qk.split_with_sizes([heads, kv_heads], dim=2), v)
+            q, k = qk.split_with_sizes([heads, kv_heads], dim=2)
+            out = attend(q, k, v)
             return out * gate.flatten(2).sigmoid() if gated else out
 
         return attention

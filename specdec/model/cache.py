@@ -1,6 +1,7 @@
 """The key/value cache: static, one tensor per layer, lengths on the device; rows join it and leave it."""
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -53,7 +54,7 @@ class KVCache:
         """R, the number of rows that there is memory for."""
         return len(self.all_lens)
 
-    def clear(self, batch: int) -> "KVCache":
+    def clear(self, batch: int) -> Self:
         """Forget all rows, and have `batch` empty ones in use. What the slots hold stays, unseen."""
         self.all_lens.zero_()
         self.max_len = 0
@@ -64,7 +65,7 @@ class KVCache:
         """Have the first `batch` rows in use, with what they hold."""
         self._use(0, batch)
 
-    def admit(self, first: int, count: int, longest: int) -> "KVCache":
+    def admit(self, first: int, count: int, longest: int) -> Self:
         """Return rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory. Rows that
         join are prefilled there, while the other rows are being decoded. From now on this cache uses them too, and they
         hold up to `longest` positions."""

@@ -12,6 +12,7 @@ from specdec.schema import check, ranged, shown
 
 MOST_TOKENS = 1 << 24
 MOST_WIDTH = 1 << 17
+NO_NULL: Any = None  # default of a field that a file may leave out, but not set to null
 
 
 @dataclass
@@ -85,8 +86,8 @@ class ConfigFields:
     taps: list[int] | None = ranged(0, 1024, None)
     eagle_aux_hidden_state_layer_ids: list[int] | None = ranged(-1, 1024, None)
     eagle_config: dict | None = None
-    mtp: dict = None
-    recipe: dict = None
+    mtp: dict = NO_NULL
+    recipe: dict = NO_NULL
     speculators_model_type: str | None = None
     transformer_layer_config: dict | None = None
 

@@ -7,12 +7,13 @@ hand can hold, and that runs in a server: the ends of a 70B model are 4 GB in bf
 import os
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.model.archs import ModelConfig, NotNative, read_config
 from specdec.model.archs.tensors import text_name
 from specdec.model.archs.wrapped import text_config
 from specdec.model.checkpoint import StrictFill, check_device, check_shapes, choose_dtype, read_headers, read_tensors
+from specdec.model.layers import ModuleList
 from specdec.model.loader import load_tokenizer, read_eos, target_parameters
 from specdec.model.names import resolve
 from specdec.model.rope import Rope
@@ -29,7 +30,7 @@ class TargetEnds(Target):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.blocks = nn.ModuleList()
+        self.blocks = ModuleList()
         self.sizes: dict[int, float] = {}  # hidden state -> its root mean square, set by a caller that ran the layers
 
     def forward(self, *_, **__):

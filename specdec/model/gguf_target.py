@@ -15,6 +15,7 @@ import time
 from contextlib import redirect_stderr
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -109,8 +110,9 @@ def _read(file: Path, fields: dict) -> tuple:
             head_dim = fields.get(f"{fields.get('general.architecture')}.attention.key_length")
             if head_dim is not None and hasattr(config, "head_dim"):  # transformers passes over it in some families
                 config.head_dim = head_dim
-            how = {"config": config, "dtype": torch.float32, "output_loading_info": True}
-            model, info = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how)
+            how: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+            loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how)
+            model, info = loaded
             return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), info["missing_keys"]
     except Exception as error:  # readers and modules of any family raise errors of any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -122,7 +124,7 @@ def _stored(x: Tensor, rounded: bool) -> Tensor:
     return (narrow if rounded or torch.equal(narrow.float(), x) else x).contiguous()
 
 
-def _read_header(file: Path) -> tuple[dict, dict[str, Tensor | None]]:
+def _read_header(file: Path) -> tuple[dict, dict[str, Tensor]]:
     """Return the metadata, and the tensors by name: FREQUENCIES itself, and the others on the meta device.
 
     Raises:

@@ -1,5 +1,7 @@
 """What the modules of transformers take for their cache: views of ours, made for one forward."""
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -76,9 +78,11 @@ class StateView(Cache):
 class Recurrent:
     """Put before the class of a recurrent module of transformers, so that our cache decides how it is run."""
 
+    layer_idx: int
+
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, SlotCache)), None)
-        forward = super().forward
+        forward = super().forward  # type: ignore[misc]  # of the class that follows
         if cache is None:
             return forward(hidden_states, *args, **kwargs)
 
@@ -87,7 +91,8 @@ class Recurrent:
             others = {k: view if v is cache else v for k, v in kwargs.items() if k != "attention_mask"}
             return forward(x, *(view if v is cache else v for v in args), **others), view.state
 
-        return cache.cache.recurrent[self.layer_idx].forward(run, hidden_states, cache.plan)
+        states = cast(HybridCache, cache.cache).recurrent[self.layer_idx]
+        return states.forward(run, hidden_states, cast(Plan, cache.plan))
 
 
 def read_states(cache: DynamicCache) -> dict[int, State]:

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def load_transformers(
         cut = share(text, device) if tp_plan else None
         spread = read_map(device_map) if device_map else None
         with quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=text,
                 key_mapping=INNER_NAMES if text is not config else None,
@@ -63,6 +64,7 @@ def load_transformers(
                 trust_remote_code=False,
                 output_loading_info=True,
             )
+        model, info = loaded
         check_names(folder, config, info, wrapped=text is not config)
         if cut:
             keep_shares(model)

@@ -10,7 +10,7 @@ import re
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from specdec import ranks
@@ -41,7 +41,7 @@ def share(config: PretrainedConfig, device: torch.device) -> DistributedConfig:
     return DistributedConfig(tp_size=count, tp_plan=whole)
 
 
-def sketch(config: PretrainedConfig) -> nn.Module:
+def sketch(config: PretrainedConfig) -> PreTrainedModel:
     """The model without contents."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
@@ -59,7 +59,7 @@ def misfit(config: PretrainedConfig, plan: dict[str, str], count: int) -> str | 
     return None
 
 
-def shares(model: nn.Module, size: int) -> tuple[int, int]:
+def shares(model: PreTrainedModel, size: int) -> tuple[int, int]:
     """Bytes of the parameters that tensor parallelism divides among processes, and of those that each one has whole,
     with `size` bytes for a parameter. model: a sketch will do."""
     plan = model.tp_plan or {}
@@ -72,9 +72,9 @@ def shares(model: nn.Module, size: int) -> tuple[int, int]:
                 continue
             seen.add(id(parameter))
             generic = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-            style = plan.get(f"{generic}.{key}") or plan.get(generic)
-            divided = style is not None and style.startswith(CUTS) and id(module) not in ends
-            divided &= not (style.startswith("rowwise") and key == "bias") if divided else False
+            style = plan.get(f"{generic}.{key}") or plan.get(generic) or ""
+            divided = style.startswith(CUTS) and id(module) not in ends
+            divided &= not (style.startswith("rowwise") and key == "bias")
             cut, whole = cut + divided * parameter.numel(), whole + (not divided) * parameter.numel()
     return cut * size, whole * size
 
@@ -85,8 +85,8 @@ def keep_shares(model: nn.Module) -> None:
         for name, whole in module.named_parameters(recurse=False):
             if isinstance(whole, DTensor) and whole.to_local().untyped_storage().nbytes() > whole.to_local().nbytes:
                 share = whole.to_local().clone()
-                how = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-                cut = DTensor.from_local(share, whole.device_mesh, whole.placements, **how)
+                mesh, shape, stride = whole.device_mesh, whole.shape, whole.stride()
+                cut = DTensor.from_local(share, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
                 setattr(module, name, nn.Parameter(cut, requires_grad=False))
 
 

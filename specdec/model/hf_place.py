@@ -6,6 +6,7 @@ Embedding and head are always held on one device, the main one, where our cache 
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from specdec.cli.reading import parse_json, read_text
 from specdec.schema import shown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 WORDS = ("auto", "balanced", "balanced_low_0", "sequential")  # that accelerate knows
 
@@ -30,16 +34,16 @@ def read_map(device_map: str) -> str | dict[str, str | int]:
     return found
 
 
-def weight_of(module: nn.Module) -> Tensor:
+def weight_of(module: Any) -> Tensor:
     """The weight of a module, from where accelerate keeps it if it is not held."""
     if module.weight.device.type != "meta":
         return module.weight
     return module._hf_hook.weights_map["weight"]
 
 
-def hold_ends(model: nn.Module) -> None:
+def hold_ends(model: "PreTrainedModel") -> None:
     """Hold embedding and head on the device on which the embedding is computed."""
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    ends: tuple[Any, Any] = model.get_input_embeddings(), model.get_output_embeddings()
     hook = getattr(ends[0], "_hf_hook", None)
     main = torch.device(getattr(hook, "execution_device", None) or ends[0].weight.device)
     for module in ends:

@@ -8,6 +8,7 @@ transformers' modules take more time a token than our own decoder, and may synch
 import inspect
 from collections.abc import Sequence
 from math import inf
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,9 @@ from specdec.model.rope import Rope
 from specdec.model.target import described
 from specdec.ops.attention import tree_mask, window_mask
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 NEEDED = ("attention_mask", "position_ids", "logits_to_keep")
 RECURRENT = ("linear_attention", "conv")  # types of layers that take no mask of ours
 CACHES = ("past_key_values", "cache_params")  # what models call their cache
@@ -35,23 +39,28 @@ class TransformersTarget(nn.Module):
     """A causal language model of transformers with the interface of `specdec.model.target.Target`."""
 
     name: str = ""
-    tokenizer = None
+    tokenizer: Any = None
     eos: frozenset[int] = frozenset()
     capturable = False  # the modules of some families read values on the host
+    _gain: Tensor | None  # of the final norm, where it is known
     masks_prompts = True  # a mask of T x T for each row of a prefill
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: "PreTrainedModel"):
         """Raises ValueError, without the model's name, for a model whose chains or trees would not be exact."""
         super().__init__()
-        self.model = model.eval().requires_grad_(False)
+        self.model = model
+        model.eval().requires_grad_(False)
         text = model.config.get_text_config(decoder=True)
         self.windows, self.experts = read_windows(text), count_experts(text)
         takes = inspect.signature(model.forward).parameters
-        lacking = [name for name in NEEDED if name not in takes and (self.windows or name == "logits_to_keep")]
-        self.cache_name = next((name for name in CACHES if name in takes), None)
-        if lacking or self.cache_name is None:
+        lacking: Sequence[str] = [
+            name for name in NEEDED if name not in takes and (self.windows or name == "logits_to_keep")
+        ]
+        names = [name for name in CACHES if name in takes]
+        if lacking or not names:
             lacking = lacking or CACHES
             raise ValueError(f"model family {model.config.model_type!r} cannot verify trees: it takes no {lacking[0]}")
+        self.cache_name = names[0]
         self.watch = ExpertWatch(self.model)
         self._probe(text)
         self.state_budget = self._check()
@@ -74,12 +83,12 @@ class TransformersTarget(nn.Module):
         return BUDGET
 
     @property
-    def embed(self) -> nn.Module:
-        return self.model.get_input_embeddings()
+    def embed(self) -> nn.Embedding:
+        return cast(nn.Embedding, self.model.get_input_embeddings())
 
     @property
-    def head(self) -> nn.Module:
-        return self.model.get_output_embeddings()
+    def head(self) -> nn.Linear:
+        return cast(nn.Linear, self.model.get_output_embeddings())
 
     def __repr__(self) -> str:
         return described(self)
@@ -112,8 +121,9 @@ class TransformersTarget(nn.Module):
     def take_shape(self, config: ModelConfig) -> None:
         """Take the shape that our own decoder has for a native family, so that fresh drafters are the same."""
         self.config = config
-        self._gain = weight_of(self.model.base_model.norm).to(self.device) + config.norm_offset
-        self._final_scale = self._gain.square().mean().sqrt()
+        norm = cast(Any, self.model.base_model).norm
+        gain = weight_of(norm).to(self.device) + config.norm_offset
+        self._gain, self._final_scale = gain, gain.square().mean().sqrt()
 
     @property
     def chains_only(self) -> bool:
@@ -130,7 +140,7 @@ class TransformersTarget(nn.Module):
         """Read the shapes, and the root mean square of the last hidden state, from a forward over two tokens."""
         cache = Traced(text)
         ids = torch.tensor([[0, 1]], device=self.device)
-        how = {self.cache_name: cache, "use_cache": True, "output_hidden_states": True}
+        how: dict[str, Any] = {self.cache_name: cache, "use_cache": True, "output_hidden_states": True}
         try:
             out = trace(self.model, cache, input_ids=ids, **how)
         except (AttributeError, TypeError, KeyError) as error:
@@ -139,7 +149,8 @@ class TransformersTarget(nn.Module):
             ) from None
         take_over(cache.found)
         self.states: dict[int, State] = read_states(cache)  # of recurrent layers
-        keys = {layer: part for layer, part in enumerate(cache.layers) if getattr(part, "keys", None) is not None}
+        layers: Sequence[Any] = cache.layers
+        keys = {layer: part for layer, part in enumerate(layers) if getattr(part, "keys", None) is not None}
         self.attention = list(keys)  # which layers attend
         shapes = {(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in keys.values()}
         last = out.hidden_states[-1]
@@ -150,7 +161,8 @@ class TransformersTarget(nn.Module):
             )
         kv_heads, *dims = shapes.pop() if shapes else (1, 2)
         self.cache_shape = kv_heads, max(dims)
-        self._final_scale, self._gain = last.float().square().mean().sqrt(), None
+        self._final_scale = last.float().square().mean().sqrt()
+        self._gain = None
         heads = getattr(text, "num_attention_heads", None) or max(1, last.shape[-1] // 64)
         self.config = ModelConfig(
             layers=len(out.hidden_states) - 1,
@@ -225,7 +237,7 @@ class TransformersTarget(nn.Module):
         """The model's arguments for n new positions, `offset` slots after the committed ones. lengths: of prompts."""
         nodes = torch.arange(n, device=cache.lens.device)
         depth = nodes.expand(cache.batch, n) if depth is None else depth
-        plan = cache.plan(n, lengths, offset > 0) if self.states else None
+        plan = cache.plan(n, lengths, offset > 0) if isinstance(cache, HybridCache) else None
         slots = SlotCache(cache, n, offset, plan)
         context = {self.cache_name: slots, "use_cache": True}
         if not self.windows:
@@ -250,10 +262,10 @@ class TransformersTarget(nn.Module):
         masks = self._masks(documents.new_zeros(len(documents)), depth, document_mask(documents), documents.shape[1])
         return {"attention_mask": masks, "position_ids": depth}
 
-    def _masks(self, lens: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Tensor | dict[str, Tensor]:
+    def _masks(self, lens: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Any:
         """The masks [B,1,N,slots] that are added to the attention scores, by type of layer if there are several."""
         seen, dtype = tree_mask(lens, ancestors, slots), self.dtype
-        masks = {}
+        masks: dict[str, Any] = {}
         for kind, window in self.windows.items():
             mask = seen if window is None else seen & window_mask(lens, depth, slots, window)
             masks[kind] = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)[:, None]

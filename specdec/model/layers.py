@@ -1,7 +1,7 @@
 """The pieces that target and drafters share: RMSNorm, rotary positions, the gated MLP, and row-wise linear maps."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,18 @@ from torch import Tensor, nn
 from specdec.ops.gated import gated_mlp, gated_mlp_add
 from specdec.ops.linear import check_int8, linear
 from specdec.ops.rms_norm import norm_pair, rms_norm
+
+if TYPE_CHECKING:
+    M = TypeVar("M", bound=nn.Module)
+
+    class ModuleList(nn.ModuleList, Generic[M]):
+        """torch's, with the class of its modules."""
+
+        def __init__(self, modules: Iterable[M] | None = None) -> None: ...
+        def __iter__(self) -> Iterator[M]: ...
+        def __getitem__(self, index: int) -> M: ...  # type: ignore[override]
+else:
+    ModuleList = nn.ModuleList
 
 
 class Freezable(nn.Module):
@@ -21,7 +33,7 @@ class Freezable(nn.Module):
     bind again after moving or casting the module.
     """
 
-    frozen: Callable[..., Tensor] | None = None  # the function that calls take until `unfreeze`
+    frozen: Callable[..., Any] | None = None  # the function that calls take until `unfreeze`
 
     def freeze(self) -> None:
         self.frozen = self.bind()
@@ -29,15 +41,15 @@ class Freezable(nn.Module):
     def unfreeze(self) -> None:
         self.frozen = None
 
-    def bind(self) -> Callable[..., Tensor]:
+    def bind(self) -> Callable[..., Any]:
         raise NotImplementedError
 
-    def __call__(self, *inputs) -> Tensor:
+    def __call__(self, *inputs: Any) -> Any:
         if self.frozen is None:
             return super().__call__(*inputs)
         return self.forward(*inputs)  # without a look for hooks
 
-    def forward(self, *inputs) -> Tensor:
+    def forward(self, *inputs: Any) -> Any:
         return (self.frozen or self.bind())(*inputs)
 
 
@@ -66,7 +78,7 @@ def round_weights(drafter: nn.Module) -> None:
 class RMSNorm(Freezable):
     """y = x / sqrt(mean(x^2) + eps) * weight. With a residual it gives the sum of both, and the norm of that."""
 
-    offset = False  # the weight is stored less 1
+    offset: bool = False  # the weight is stored less 1
 
     def __init__(self, size: int, eps: float):
         super().__init__()
@@ -108,7 +120,9 @@ class NormPair(Freezable):
 class LinearMap(Freezable):
     """x weight.T + bias. Its bound function takes rows x [R,in] to [R,out] by the fastest product for few rows."""
 
-    int8 = False  # bound, it may take its weight rounded (`round_weights`)
+    int8: bool = False  # bound, it may take its weight rounded (`round_weights`)
+    weight: Tensor
+    bias: Tensor | None
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -130,6 +144,8 @@ class LinearMap(Freezable):
 
 class Linear(LinearMap, nn.Linear):
     """nn.Linear, as a `LinearMap`."""
+
+    bias: Tensor | None  # type: ignore[assignment]  # torch leaves out the None
 
 
 class GatedMLP(Freezable):

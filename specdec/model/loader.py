@@ -6,10 +6,10 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.model.archs import ModelConfig, NotNative, read_config
 from specdec.model.archs.tensors import set_aside, text_name
@@ -26,8 +26,9 @@ from specdec.model.checkpoint import (
 )
 from specdec.model.config_fields import check_config
 from specdec.model.generation_config import ends_of, note_generation, read_eos
+from specdec.model.language_model import LanguageModel
 from specdec.model.names import resolve
-from specdec.model.target import Target
+from specdec.model.target import SandwichBlock, Target
 from specdec.model.weight_files import read_json
 from specdec.schema import named_arguments, shown
 
@@ -37,8 +38,6 @@ DRAFTER = re.compile(r"Eagle3?(Speculator)?$|Medusa|^MtpDrafter$|DFlash|DSpark|D
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from specdec.model.hf_target import TransformersTarget
 
 
 def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
@@ -53,10 +52,10 @@ def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
         q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
         out |= fused(attention.qkv, [f"{at}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
         out |= whole(attention.o, f"{at}.self_attn.o_proj")
-        if config.qk_norm:
+        if attention.q_norm is not None and attention.k_norm is not None:
             out |= whole(attention.q_norm, f"{at}.self_attn.q_norm") | whole(attention.k_norm, f"{at}.self_attn.k_norm")
         out |= whole(block.input_norm, f"{at}.input_layernorm")
-        if config.sandwich_norms:
+        if isinstance(block, SandwichBlock):
             out |= whole(block.attention_norm, f"{at}.post_attention_layernorm")
             out |= whole(block.post_norm, f"{at}.pre_feedforward_layernorm")
             out |= whole(block.mlp_norm, f"{at}.post_feedforward_layernorm")
@@ -78,7 +77,7 @@ def load_target(
     allow_nonfinite: bool = False,
     tp_plan: str | None = None,
     device_map: str | None = None,
-) -> "Target | TransformersTarget":
+) -> LanguageModel:
     """Load a target from a checkpoint folder, a GGUF file, a hub name, or a transformers model in memory.
 
     Args:
@@ -112,11 +111,12 @@ def load_target(
     if config is None or generic or tp_plan or device_map:
         from specdec.model.hf_load import load_transformers  # here, as transformers' models take seconds to import
 
-        target = load_transformers(folder, str(path), weights, place, allow_nonfinite, tp_plan, device_map)
+        loaded = load_transformers(folder, str(path), weights, place, allow_nonfinite, tp_plan, device_map)
         if config is None:
             print(note, file=sys.stderr)
         elif tp_plan or device_map:
-            target.take_shape(config)
+            loaded.take_shape(config)
+        target: LanguageModel = loaded
     else:
         held = read_headers(folder), read_tensors(folder)
         target = load_native(str(path), raw, config, *held, weights, place, allow_nonfinite)
@@ -135,7 +135,7 @@ def model_in_memory(
     tokenizer: "bool | PreTrainedTokenizerBase" = False,
     generic: bool = False,
     allow_nonfinite: bool = False,
-) -> "Target | TransformersTarget":
+) -> LanguageModel:
     """Return a target with the weights of a causal language model of transformers. See `load_target`.
 
     Raises:
@@ -155,12 +155,12 @@ def model_in_memory(
     if config is None:
         from specdec.model.hf_target import TransformersTarget
 
-        target = TransformersTarget(model)
+        target: LanguageModel = TransformersTarget(model)
     else:
         weights = model.state_dict()
         if config.tied:
             weights.pop("lm_head.weight", None)
-        place = model.get_input_embeddings().weight
+        place = cast(nn.Embedding, model.get_input_embeddings()).weight
         target = load_native(name, raw, config, weights, weights.items(), place.dtype, place.device, allow_nonfinite)
     target.eval().name = name
     ends = model.generation_config.eos_token_id if model.generation_config else None
@@ -268,12 +268,12 @@ def load_texts(path: str | os.PathLike) -> SimpleNamespace:
     )
 
 
-def load_tokenizer(folder: Path):
+def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a checkpoint folder; ValueError if it has none that loads."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises a bare Exception for a malformed file
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"{folder} has no tokenizer that loads: {reason}") from None

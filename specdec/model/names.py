@@ -102,9 +102,9 @@ def resolve(path: str | os.PathLike) -> Path:
         return unpacked(folder)
     if name in PUBLISHED:
         return _published(name)
-    repository, _, file = name.partition(":")
-    if file:
-        return unpacked(_downloaded(name, repository, [file]) / file)
+    repository, _, wanted = name.partition(":")
+    if wanted:
+        return unpacked(_downloaded(name, repository, [wanted]) / wanted)
     snapshot = _downloaded(name, name, [*SMALL_FILES, "*.safetensors"])
     if not any(snapshot.glob("*.safetensors")):
         snapshot = _downloaded(name, name, [*SMALL_FILES, "*.bin", "*.pt"])
@@ -117,7 +117,7 @@ def _published(name: str) -> Path:
 
     model = PUBLISHED[name]
     found = find_spec(model.module)
-    for place in (found and found.submodule_search_locations) or ():
+    for place in (found.submodule_search_locations if found else None) or ():
         if (Path(place) / model.file).is_file():
             return unpacked(Path(place) / model.file, rounded=True)
     try:

@@ -13,6 +13,7 @@ from which `commit` takes the states after the accepted tokens, in one of two wa
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -39,6 +40,14 @@ class Plan:
     again: bool = False
 
 
+Replay = Callable[[Sequence[int], int], State]
+
+
+def no_replay(rows: Sequence[int], count: int) -> State:
+    """Raise RuntimeError: the committed state is not the one from which the positions were computed."""
+    raise RuntimeError("positions that follow an uncommitted forward cannot be committed in part")
+
+
 @dataclass
 class Window:
     """What a forward over N positions made of a layer's state."""
@@ -46,7 +55,7 @@ class Window:
     last: State  # after all positions, or after the first `lengths` of each row
     lengths: Sequence[int]
     states: list[State] | None = None  # after each position
-    replay: Callable[[Sequence[int], int], State] | None = None  # rows, a number of tokens -> their states after these
+    replay: Replay = no_replay  # rows, a number of tokens -> their states after these
 
 
 class RecurrentCache:
@@ -65,6 +74,13 @@ class RecurrentCache:
         """The same memory for `count` rows from `first` on."""
         return RecurrentCache({name: x.narrow(0, first, count) for name, x in self.tensors.items()})
 
+    @property
+    def made(self) -> Window:
+        """The window of the last forward. Raises RuntimeError if there was none since the last commit."""
+        if self.window is None:
+            raise RuntimeError("nothing to commit: no forward has run since the last commit")
+        return self.window
+
     def clear(self) -> None:
         for x in self.tensors.values():
             x.zero_()
@@ -76,7 +92,7 @@ class RecurrentCache:
 
     def checkpoint(self, again: bool = False, rows: Sequence[int] | None = None) -> State:
         """Copy the committed states, or, if `again`, those after the last forward, of some rows or all."""
-        state = self.window.last if again else self.tensors
+        state = self.made.last if again else self.tensors
         return {name: x.clone() if rows is None else x[rows] for name, x in state.items()}
 
     def forward(self, run: Run, x: Tensor, plan: Plan) -> Tensor:
@@ -87,8 +103,11 @@ class RecurrentCache:
         state = self.checkpoint(plan.again)
         if not plan.each:
             out, last = run(x, state)
-            replay = None if plan.again else lambda some, count: run(x[some, :count], self.checkpoint(rows=some))[1]
-            self.window = Window(last, [n] * rows, replay=replay)
+
+            def replay(some: Sequence[int], count: int) -> State:
+                return run(x[some, :count], self.checkpoint(rows=some))[1]
+
+            self.window = Window(last, [n] * rows, replay=no_replay if plan.again else replay)
             return out
         outs, states = [], []
         for i in range(n):
@@ -112,7 +131,7 @@ class RecurrentCache:
 
     def commit(self, n: Tensor) -> None:
         """Continue from the states after the first n [B] positions of the last forward."""
-        window, self.window = self.window, None
+        window, self.window = self.made, None
         if window.states is not None:
             rows = torch.arange(len(n), device=n.device)
             for name, stored in self.tensors.items():
@@ -160,12 +179,12 @@ class HybridCache(KVCache):
         fits = n <= MOST_STEPS and self.batch * n * self.row_bytes <= self.budget
         return Plan(fits or self.budget == inf, lengths, again)
 
-    def clear(self, batch: int) -> "HybridCache":
+    def clear(self, batch: int) -> Self:
         for state in self.states.values():
             state.clear()
         return super().clear(batch)
 
-    def admit(self, first: int, count: int, longest: int) -> "HybridCache":
+    def admit(self, first: int, count: int, longest: int) -> Self:
         part = super().admit(first, count, longest)
         for state in part.recurrent.values():
             state.clear()
@@ -175,8 +194,10 @@ class HybridCache(KVCache):
         shapes = {layer: state.tensors for layer, state in self.states.items()}
         return HybridCache(list(self.place), shapes, 1, self.slots, *self.shape, like=self.like, budget=self.budget)
 
-    def take(self, other: "HybridCache", length: int) -> None:
+    def take(self, other: KVCache, length: int) -> None:
         super().take(other, length)
+        if not isinstance(other, HybridCache):
+            raise TypeError("a cache with recurrent states takes its row from one of its kind")
         for own, source in zip(self.recurrent.values(), other.recurrent.values(), strict=True):
             for name, x in own.tensors.items():
                 x.copy_(source.tensors[name])
@@ -208,6 +229,8 @@ def state_bytes(shapes: dict[int, State]) -> int:
     return sum(x[0].nbytes for shape in shapes.values() for x in shape.values())
 
 
-def hybrid_bytes(layers: int, shapes: dict[int, State], rows: int, slots: int, *cache: int, like: Tensor) -> int:
+def hybrid_bytes(
+    layers: int, shapes: dict[int, State], rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor
+) -> int:
     """What a `HybridCache` takes at most: slots, states twice while rows commit, and windows."""
-    return cache_bytes(layers, rows, slots, *cache, like=like) + 2 * rows * state_bytes(shapes) + BUDGET
+    return cache_bytes(layers, rows, slots, kv_heads, head_dim, like) + 2 * rows * state_bytes(shapes) + BUDGET

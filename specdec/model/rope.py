@@ -59,6 +59,8 @@ class RopeTable(nn.Module):
     """cos and sin for positions 0..S-1, grown on demand (outside a round) and shared by all layers. They share one
     table [S, 2 Dh], so that one look-up finds both."""
 
+    table: Tensor
+
     def __init__(self, rope: Rope, head_dim: int):
         super().__init__()
         self.rope, self.head_dim = rope, head_dim

@@ -1,6 +1,7 @@
 """The target: one decoder for all families, with fused weights, a static cache and hidden-state taps."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -9,10 +10,10 @@ from torch import Tensor, nn
 from specdec.model.archs import ModelConfig
 from specdec.model.attention import Attend, Attention, CacheView, NoCache, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import GatedMLP, Linear, OffsetRMSNorm, RMSNorm
+from specdec.model.layers import GatedMLP, Linear, ModuleList, OffsetRMSNorm, RMSNorm
 from specdec.model.rope import RopeTable
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]
 
 
 def norm_class(config: ModelConfig) -> type[RMSNorm]:
@@ -30,7 +31,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.input_norm = make_norm(config.hidden, config)
-        how = {"o_bias": config.o_bias, "norm": norm_class(config)}
+        how: dict[str, Any] = {"o_bias": config.o_bias, "norm": norm_class(config)}
         self.attention = Attention(config, config.hidden, config.qkv_bias, config.qk_norm, **how)
         self.post_norm = make_norm(config.hidden, config)
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
@@ -54,9 +55,8 @@ class SandwichBlock(Block):
         self.mlp_norm = make_norm(config.hidden, config)
 
     def bind(self, following: RMSNorm) -> Function:
-        attention, attention_norm, mlp, mlp_norm = (
-            part.bind() for part in (self.attention, self.attention_norm, self.mlp, self.mlp_norm)
-        )
+        attention, attention_norm = self.attention.bind(), self.attention_norm.bind()
+        mlp, mlp_norm = self.mlp.bind(), self.mlp_norm.bind()
         add_norm, add_following = self.post_norm.bind(), following.bind()
 
         def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class Target(nn.Module):
     """
 
     name: str = ""
-    tokenizer = None
+    tokenizer: Any = None
     eos: frozenset[int] = frozenset()
     capturable = True  # see `specdec.engine.graphs`
     masks_prompts = False  # a prefill needs no mask of T x T
@@ -96,7 +96,7 @@ class Target(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden)
         block = SandwichBlock if config.sandwich_norms else Block
-        self.blocks = nn.ModuleList(block(config) for _ in range(config.layers))
+        self.blocks = ModuleList(block(config) for _ in range(config.layers))
         self.norm = make_norm(config.hidden, config)
         self.head = Linear(config.hidden, config.vocab, bias=False)
         # Layers are of one kind or of two, full and sliding; those of a kind share positions and view in a forward.
@@ -105,7 +105,7 @@ class Target(nn.Module):
         self.kind_of = [kinds.index(slides) for slides in sliding]
         self.windows = [config.window if slides else None for slides in kinds]
         ropes = [config.local_rope if slides and config.local_rope else config.rope for slides in kinds]
-        self.ropes = nn.ModuleList(RopeTable(rope, config.head_dim) for rope in ropes)
+        self.ropes = ModuleList(RopeTable(rope, config.head_dim) for rope in ropes)
         self.requires_grad_(False)
 
     def __repr__(self) -> str:
@@ -228,11 +228,12 @@ class Target(nn.Module):
         b, n = tokens.shape
         if depth is None:
             depth = torch.arange(n, device=tokens.device).expand(b, n)
+        views: Sequence[NoCache | CacheView]
         if cache is None:
             positions, views = self._place_texts(depth, documents)
         else:
             scale, positions = self.config.attention_scale, cache.lens[:, None] + depth
-            where = {"offset": offset, "prefill": prefill, "depth": depth, "scale": scale}
+            where: dict[str, Any] = {"offset": offset, "prefill": prefill, "depth": depth, "scale": scale}
             views = [CacheView(cache, n, ancestors, self.groups, window=window, **where) for window in self.windows]
         kinds = [(rope(positions), view) for rope, view in zip(self.ropes, views, strict=True)]
         embed, norm, layers, head = self.parts

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +25,42 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_LIKELY = 32  # the largest k of `head_topk`; for each of the best its merge passes over all candidates
 
 _backend = dict.fromkeys(KERNELS, "auto")
+
+
+class Norm(Protocol):
+    """The attributes of an RMSNorm module that operators read."""
+
+    eps: float
+    offset: bool
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    def gain(self) -> Tensor: ...
+
+    def bind(self) -> Callable[..., Any]: ...
+
+
+class Matrix(Protocol):
+    """The attributes of a linear module that operators read."""
+
+    in_features: int
+    out_features: int
+    int8: bool  # the weight may be rounded
+    weight: Tensor
+    bias: Tensor | None
+
+
+class Head(Protocol):
+    """What makes logits of hidden states: one linear module, or several whose logits are added."""
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]: ...
+
+    def __call__(self, hidden: Tensor, /) -> Tensor: ...
 
 
 def use(backend: str, *names: str) -> None:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from specdec.ops import kernel_for, native
+from specdec.ops import Matrix, Norm, kernel_for, native
 from specdec.ops.linear import inputs_of, packed_rows
 from specdec.ops.rope_write import head_gains
 
@@ -50,12 +50,17 @@ def tree_attention(
     """
     _, batch, slots, _, dim = memory.shape
     if kernel := kernel_for("tree_attention", memory):
-        how = {"depth": None if ancestors is None else depth, "window": window, "scale": scale, "slots": bound}
+        how: dict[str, Any] = {
+            "depth": None if ancestors is None else depth,
+            "window": window,
+            "scale": scale,
+            "slots": bound,
+        }
         return lambda q, keys, values: kernel(q, keys, values, lens, ancestors, nodes, **how), None
     if window is None and n <= FEW and dim in DIMS and native.serves(memory):
         seen = Seen(lens, ancestors, nodes, dim**-0.5 if scale is None else scale)
-        own = native.operator("tree_attention")
-        return lambda q, keys, values: own(q, keys, values, *seen), seen
+        operator = native.operator("tree_attention")
+        return lambda q, keys, values: operator(q, keys, values, *seen), seen
     first, visible, mask = 0, min(bound + nodes, slots), None
     if n == 1 and ancestors is None and batch == 1:
         first = visible - (window or visible)
@@ -63,6 +68,8 @@ def tree_attention(
         own = places[nodes - n : nodes]
         mask = causal_mask(lens, own, visible) if ancestors is None else tree_mask(lens, ancestors, visible)
         if window is not None:
+            if depth is None:
+                raise ValueError("attention in a window needs the depth of the positions")
             mask &= window_mask(lens, depth, visible, window)
         mask = packed_mask(mask, groups, memory.dtype)
     count = visible - first
@@ -74,7 +81,7 @@ def tree_attention(
 
 
 def attend_add(
-    qkv: nn.Linear, o: nn.Linear, q_norm: nn.Module | None, k_norm: nn.Module | None, norm: nn.Module
+    qkv: Matrix, o: Matrix, q_norm: Norm | None, k_norm: Norm | None, norm: Norm
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """Return the function (residual, x, rope, slots, flat, heads, seen) -> residual + attention(x), and its norm, in
     one call; None if not all of it is our own. flat, heads: a layer of a `KVCache`. seen: from `tree_attention`."""

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from specdec.ops import kernel_for, native
+from specdec.ops import Matrix, Norm, kernel_for, native
 from specdec.ops.linear import UNIT, Product, linear, packed_rows
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -17,7 +17,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 WIDE = 8 * UNIT  # fewer outputs of gate and up are divided badly among threads
 
 
-def gated_mlp(gate_up: nn.Linear, down: nn.Linear, activation: str) -> Product:
+def gated_mlp(gate_up: Matrix, down: Matrix, activation: str) -> Product:
     """Return the MLP as a function of rows [R,H]. gate_up: the rows of gate, and then as many of up."""
     if packed := _packed(gate_up, down, activation):
         own, (wide, narrow), size = native.operator("mlp"), packed, down.out_features
@@ -35,7 +35,7 @@ def gated_mlp(gate_up: nn.Linear, down: nn.Linear, activation: str) -> Product:
 
 
 def gated_mlp_add(
-    gate_up: nn.Linear, down: nn.Linear, activation: str, norm: nn.Module
+    gate_up: Matrix, down: Matrix, activation: str, norm: Norm
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the function (x, normed) -> x + mlp(normed), and its norm."""
     apart = norm.offset or kernel_for("rms_norm", norm.weight) or not native.serves(norm.weight)
@@ -46,7 +46,7 @@ def gated_mlp_add(
     return lambda x, normed: add_norm(mlp(normed), x)
 
 
-def _packed(gate_up: nn.Linear, down: nn.Linear, activation: str) -> tuple[Tensor, Tensor] | None:
+def _packed(gate_up: Matrix, down: Matrix, activation: str) -> tuple[Tensor, Tensor] | None:
     """Return both weights if one call of our own multiplies with them, else None."""
     inner = down.in_features
     if kernel_for("gated", gate_up.weight) or activation != "silu" or inner % UNIT or inner < WIDE:

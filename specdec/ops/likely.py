@@ -5,19 +5,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from specdec.ops import MOST_LIKELY, kernel_for, native
+from specdec.ops import MOST_LIKELY, Head, kernel_for, native
 
 BLOCK, MANY = 64, 8192  # of `top` and `largest`, on the CPU
 LOOPS = 512  # numbers among which Inductor looks for the largest in two loops
 
 
-def head_topk(hidden: Tensor, head: Callable | None, k: int) -> tuple[Tensor, Tensor]:
+def head_topk(hidden: Tensor, head: Head | None, k: int) -> tuple[Tensor, Tensor]:
     """Return log-probabilities (fp32) and ids [B,W,k] of the k most likely tokens, best first. hidden [B,W,H]: the
     head's input, or the logits themselves if there is no head."""
     if head is not None and head.bias is None and k <= MOST_LIKELY:
         kernel = kernel_for("head_topk", hidden)
-        if kernel is not None and head.weight.dtype == hidden.dtype:
-            logp, ids = kernel(hidden.flatten(0, 1), head.weight, k)
+        weight, *others = head.weights
+        if kernel is not None and not others and weight.dtype == hidden.dtype:
+            logp, ids = kernel(hidden.flatten(0, 1), weight, k)
             return logp.view(*hidden.shape[:2], k), ids.view(*hidden.shape[:2], k)
     return top_logprobs(hidden if head is None else head(hidden), k)
 

@@ -123,7 +123,7 @@ def _compile(source: Path, how: tuple[str, ...], library: Path) -> None:
     made = library.with_suffix(".o")
     _run(source, *how, "-std=c++20", "-fPIC", "-w", *include, "-c", source, "-o", made)
     # With torch's own threads, if it brings them along: two sorts of them would wait for each other.
-    threads = sorted((ROOT / "lib").glob("libgomp*.so*")) or [word for word in how if word == "-fopenmp"]
+    threads: list = sorted((ROOT / "lib").glob("libgomp*.so*")) or [word for word in how if word == "-fopenmp"]
     _run(source, "-shared", made, "-o", library, f"-L{ROOT / 'lib'}", "-ltorch_cpu", "-lc10", *threads)
     made.unlink()
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from specdec.ops import kernel_for, native
+from specdec.ops import Norm, kernel_for, native
 
 
 def rms_norm(weight: Tensor, eps: float, offset: bool = False) -> Callable[..., Any]:
@@ -34,9 +34,8 @@ def rms_norm(weight: Tensor, eps: float, offset: bool = False) -> Callable[..., 
     return norm
 
 
-def norm_pair(first: nn.Module, second: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function of x and y [...,H] that gives their norms side by side [...,2H]. first, second: modules
-    with a `weight` and `eps`."""
+def norm_pair(first: Norm, second: Norm) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of x and y [...,H] that gives their norms side by side [...,2H]."""
     weights, eps = (first.weight, second.weight), (first.eps, second.eps)
     if kernel := kernel_for("norm_pair", first.weight):
         return lambda x, y: kernel(x, y, weights, eps)

@@ -6,9 +6,9 @@ turn(x) = x * cos + roll(x, Dh/2) * sin       sin with its first half negated, a
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from specdec.ops import kernel_for, native
+from specdec.ops import Norm, kernel_for, native
 from specdec.ops.rms_norm import seen_norm
 
 
@@ -25,23 +25,25 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-def rope_write(weight: Tensor, q_norm: nn.Module | None, k_norm: nn.Module | None) -> Callable[..., Tensor] | None:
+def rope_write(weight: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Callable[..., Tensor] | None:
     """Return the function (rows, cos, sin, slots, keys, values) -> q that does all of it in one pass; None if there is
     none for such weights. Its arguments are those of the kernel (`cuda/rope_write.py`). weight: that of q, k and v."""
     if kernel := kernel_for("rope_write", weight):
-        if q_norm is None:
+        if q_norm is None or k_norm is None:
             return kernel
-        gains, eps, offset = torch.stack([q_norm.weight, k_norm.weight]), q_norm.eps, q_norm.offset
-        return lambda *what: kernel(*what, gains, eps, offset)
+        both, eps, offset = torch.stack([q_norm.weight, k_norm.weight]), q_norm.eps, q_norm.offset
+        return lambda *what: kernel(*what, both, eps, offset)
     if not native.serves(weight):
         return None
     write, gains = native.operator("rope_write"), head_gains(q_norm, k_norm)
     return lambda *what: write(*what, *gains)
 
 
-def head_gains(q_norm: nn.Module | None, k_norm: nn.Module | None) -> tuple[Tensor | None, float]:
+def head_gains(q_norm: Norm | None, k_norm: Norm | None) -> tuple[Tensor | None, float]:
     """Return what normalised queries, and keys, are multiplied by [2,Dh], and the norms' eps."""
-    return (None, 0.0) if q_norm is None else (torch.stack([q_norm.gain(), k_norm.gain()]), q_norm.eps)
+    if q_norm is None or k_norm is None:
+        return None, 0.0
+    return torch.stack([q_norm.gain(), k_norm.gain()]), q_norm.eps
 
 
 @native.seen_as("specdec_rows.rope_write.default")

@@ -27,9 +27,11 @@ def sample(
     one node of each depth. noise: not needed at temperature 0."""
     if isinstance(sampling, Sampling) and sampling.greedy:
         return first_largest(logits)
-    shared = isinstance(sampling, Sampling) and sampling.active <= IN_KERNEL
+    if noise is None:
+        raise ValueError("above temperature 0 a token is drawn by noise")
+    shared = sampling if isinstance(sampling, Sampling) and sampling.active <= IN_KERNEL else None
     if shared and (kernel := kernel_for("filtered_sampling", logits)):
-        filters = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        filters = shared.temperature, shared.top_k, shared.top_p, shared.min_p
         return kernel(logits.flatten(0, 1), *filters, noise.keys_at(depth).flatten(0, 1))[0].view(logits.shape[:-1])
     return perturbed(filtered_scores(logits, sampling), sampling, noise.at(depth)).max(-1).indices
 

@@ -56,7 +56,7 @@ def masked(
     width, places, bits = logits.shape[1], [], []
     for row, matcher in enumerate(matchers):
         if matcher is not None:
-            own = ([], [[]]) if tokens is None else (tokens[row], _children(parents[row]))
+            own = ([], [[]]) if tokens is None or parents is None else (tokens[row], _children(parents[row]))
             for node, allowed in _visit(matcher, *own):
                 places.append(row * width + node)
                 bits.append(allowed)

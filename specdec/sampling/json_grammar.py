@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.schema import shown
 
 MOST = 1 << 15  # characters of a schema or an expression
@@ -48,11 +48,11 @@ if sys.platform == "linux":
 from llguidance import LLMatcher, LLTokenizer
 LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
 """
-_MADE: "WeakKeyDictionary[Target, Grammars]" = WeakKeyDictionary()
+_MADE: "WeakKeyDictionary[LanguageModel, Grammars]" = WeakKeyDictionary()
 KNOWN = ANNOTATIONS | ONE | LISTS | NAMED | OTHERS  # of these llguidance refuses itself what it does not do
 
 
-def grammars_of(target: Target) -> "Grammars":
+def grammars_of(target: LanguageModel) -> "Grammars":
     """Those of a target, made once. ValueError as `Grammars`."""
     if target not in _MADE:
         _MADE[target] = Grammars(target.tokenizer, target.config.vocab, target.eos)

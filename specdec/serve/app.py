@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -103,7 +104,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(405)
     async def not_there(request: Request, error: Exception):
         message = f"{request.method} {request.url.path} is not served here"
-        return await refused(request, Refusal(message, status=error.status_code))
+        return await refused(request, Refusal(message, status=getattr(error, "status_code", 404)))
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception):
@@ -153,14 +154,14 @@ def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
     """Paths of the model."""
 
     async def check_key(request: Request) -> None:
-        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-        sent = sent.strip().encode("latin-1")  # as it came: HTTP knows no encoding of headers
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        sent = given.strip().encode("latin-1")  # as it came: HTTP knows no encoding of headers
         if api_key and not (scheme.lower() == "bearer" and hmac.compare_digest(sent, api_key.encode())):
             raise Refusal("the API key is missing or wrong", status=401, code="invalid_api_key")
 
     tokenizing, grammars = Workers(TOKENIZERS), Workers(GRAMMARS)
     describes = HTTPBearer(auto_error=False)  # names the key in /openapi.json; it checks nothing
-    guards = {"dependencies": [Depends(describes), Depends(check_key)]}
+    guards: dict[str, Any] = {"dependencies": [Depends(describes), Depends(check_key)]}
 
     async def body_of(request: Request):
         return await unless_stopped(service.scheduler, read_body(request.receive, service.limits.body_bytes))

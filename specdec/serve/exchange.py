@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from typing import Any
 
 from specdec.cli.reading import parse_json
@@ -13,7 +13,7 @@ from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Service
 from specdec.threads import Call, Made
 
-Receive = Callable[[], Awaitable[dict]]  # of ASGI
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]  # of ASGI
 GAVE_UP = "the grammar of this request has become too complex for the library that reads it"
 POLL = 0.2  # seconds
 DONE = "data: [DONE]\n\n"

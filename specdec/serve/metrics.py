@@ -5,6 +5,7 @@ Where vLLM has the same quantity the name is vLLM's, so that its clients and das
 """
 
 import threading
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -49,10 +50,13 @@ class Metrics:
         the start."""
         disable_created_metrics()  # `_created` series, which vLLM does not have either
         self.registry, self.lock = CollectorRegistry(), threading.RLock()
-        self.own, self.families, self.series = {"model_name": model, "engine": "0"}, {}, {}
+        self.own = {"model_name": model, "engine": "0"}
+        self.families: dict[str, Any] = {}
+        self.series: dict[tuple, Any] = {}
         for name, (kind, says, *labels) in FAMILIES.items():
+            make: Any = kind
             buckets = {"buckets": SECONDS} if kind is Histogram else {}
-            self.families[name] = kind(name, says, [*self.own, *labels], registry=self.registry, **buckets)
+            self.families[name] = make(name, says, [*self.own, *labels], registry=self.registry, **buckets)
             if not labels:
                 self.of(name)
         for position in range(positions):

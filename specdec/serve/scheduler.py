@@ -10,6 +10,7 @@ import threading
 import time
 from collections import abc
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ class Scheduler:
         self.max_seconds, self.observer = max_seconds, observer
         if observer is not None:
             self.reads = max(self.reads, observer.reads)
-        self.reserved = {"rows": rows, "room": room, "reads": self.reads, "part": self.prefill_chunk}
+        self.reserved: dict[str, Any] = {"rows": rows, "room": room, "reads": self.reads, "part": self.prefill_chunk}
         engine.reserve(**self.reserved)
         self.room = engine.room
         self.steps = engine.policy.steps if engine.policy else 0
@@ -202,7 +203,8 @@ class Scheduler:
             joining.append(job)
             self.queue.remove(job)
             self.served = job.request
-            self.queue.sort(key=lambda other: other.request == job.request)  # the others of its request go last
+            served = job.request
+            self.queue.sort(key=lambda other: other.request == served)  # the others of its request go last
         for job in joining:
             job.sequence = self.engine.add(job.prompt, **job.how)
             self.running[job.sequence] = job

@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec import ops
 from specdec.cli.parser import read_flags
@@ -16,8 +16,8 @@ from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Reads
 from specdec.engine.trace_files import check_trace_folder, write_trace
+from specdec.model.language_model import LanguageModel
 from specdec.model.names import called, default_draft
-from specdec.model.target import Target
 from specdec.model_settings import ModelSettings
 from specdec.threads import Call, Made
 from specdec.trees import Chain, Tree
@@ -103,17 +103,17 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_engine(args: argparse.Namespace, target: Target | None = None) -> Engine:
+def make_engine(args: argparse.Namespace, target: LanguageModel | None = None) -> Engine:
     """The engine that the flags ask for; settings are checked first, because models take a while. target: theirs, if it
     has been loaded."""
     models = read_flags(ModelSettings, args)
     verifier = read_flags(VerifierSettings, args).make()
-    tree = None if args.no_draft else tree_of(args)
+    tree: Any = None if args.no_draft else tree_of(args)
     target = target or models.load_target()
-    drafter = None if args.no_draft else models.load_drafter(target)
+    drafter: Any = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
         ops.use("torch")  # as for `specdec generate`
-    how = {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
+    how: dict[str, Any] = {"graphs": False if args.no_graphs else None, "compile": args.compile and "aside"}
     how |= {"children": args.children, "prefixes": args.prefix_cache << 20}
     reads = Reads.TOKENS if args.trace is None else Recorder.reads
     parts, workload = (target, drafter, tree, verifier), Workload(args.batch_size, room_of(args, target), reads)
@@ -142,7 +142,7 @@ def left_to_cpu(args: argparse.Namespace) -> bool:
     return read_flags(TreeSettings, args).automatic and args.device.startswith("cpu")
 
 
-def room_of(args: argparse.Namespace, target: Target) -> int:
+def room_of(args: argparse.Namespace, target: LanguageModel) -> int:
     """Tokens of the longest text."""
     return args.room or min(target.config.context, ROOM)
 
@@ -193,11 +193,11 @@ def name_of(args: argparse.Namespace) -> str:
     return Path(args.target).resolve().name if Path(args.target).is_dir() else args.target
 
 
-def closing_protocol() -> type:
+def closing_protocol() -> Any:
     """Return uvicorn's HTTP protocol, which here also closes a connection that sends no request for `IDLE` seconds."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-    class Protocol(AutoHTTPProtocol):
+    class Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # chosen when uvicorn is imported
         def connection_made(self, transport) -> None:
             super().connection_made(transport)
             # Any data cancels this timer: it is uvicorn's own of connections between two requests.
@@ -211,7 +211,7 @@ def serve(app, listener: socket.socket, scheduler: "Scheduler", grace: float) ->
     finish; the rest end with an error. A second signal ends these at once."""
     import uvicorn
 
-    how = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": grace + 1}
+    how: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": grace + 1}
     config = uvicorn.Config(app, http=closing_protocol(), **how)
 
     class Server(uvicorn.Server):

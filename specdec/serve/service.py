@@ -4,8 +4,9 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.json_grammar import grammars_of
 from specdec.schema import shown
@@ -31,9 +32,20 @@ class Service:
     """A model that answers by a scheduler. Everything here is quick but to tokenize: call `prepare` where that may take
     a moment."""
 
+    target: LanguageModel
+    scheduler: Scheduler
+    model: str
+    limits: Limits
+    stream_interval: int | None
+    acceptance: str
+    prompt_details: bool
+    speculation: Speculation
+    created: int
+    longest: int  # bytes of a token
+
     def __init__(
         self,
-        target: Target,
+        target: LanguageModel,
         scheduler: Scheduler,
         model: str,
         limits: Limits | None = None,
@@ -58,7 +70,7 @@ class Service:
         self.longest = max(len(vocabulary.bytes_of(token)) for token in range(len(target.tokenizer)))
 
     def models(self) -> dict:
-        entry = {"id": self.model, "object": "model", "created": self.created, "owned_by": "specdec"}
+        entry: dict[str, Any] = {"id": self.model, "object": "model", "created": self.created, "owned_by": "specdec"}
         entry |= {"root": self.model, "max_model_len": self.scheduler.room, "speculative": asdict(self.speculation)}
         return {"object": "list", "data": [entry]}
 
@@ -77,7 +89,8 @@ class Service:
             raise Refusal(
                 f"a response has {self.limits.choices} texts at most, got {wanted}", "n" if ask.n > 1 else ask.main
             )
-        seed, choices = secrets.randbits(62) if ask.seed is None else ask.seed, []
+        seed = secrets.randbits(62) if ask.seed is None else ask.seed
+        choices: list[Choice] = []
         marked = ask.speculative is not None and ask.speculative.report
         for prompt in prompts:
             for _ in range(ask.n):
@@ -86,15 +99,15 @@ class Service:
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
         who = f"{name}-{secrets.token_hex(12)}", self.model, int(time.time())
-        reported = ask.return_token_ids, self.acceptance, self.scheduler.engine.round.nodes - 1, self.prompt_details
-        return kind(*who, choices, used, *reported)
+        drafted = self.scheduler.engine.round.nodes - 1
+        return kind(*who, choices, used, ask.return_token_ids, self.acceptance, drafted, self.prompt_details)
 
     def grammar_of(self, ask: Ask) -> Grammar | None:
         """The grammar of all texts of a request; None for any text. `Refusal` for a form that is not implemented."""
         form, given = ask.response_format, ask.structured_outputs.given if ask.structured_outputs else {}
         wanted = [(f"structured_outputs.{kind}", kind, value) for kind, value in given.items()]
         if form is not None and form.type != "text":
-            schema = form.json_schema.value if form.type == "json_schema" else None
+            schema = form.json_schema.value if form.type == "json_schema" and form.json_schema else None
             field = "response_format" if schema is None else "response_format.json_schema.schema"
             wanted.append((field, "json", schema))
         if not wanted:

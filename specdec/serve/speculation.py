@@ -28,7 +28,7 @@ class Speculation:
         if engine.policy is None:
             return cls()
         shape = engine.policy.topk, engine.policy.steps, engine.policy.num_draft_tokens
-        adaptive = engine.adaptive and engine.adaptive.name
+        adaptive = None if engine.adaptive is None else engine.adaptive.name
         return cls(draft or type(engine.drafter).__name__, tree or "/".join(map(str, shape)), *shape, adaptive)
 
     def steps_of(self, wish: Wish | None) -> int | None:

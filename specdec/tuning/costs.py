@@ -14,7 +14,7 @@ negative. Between numbers of rows everything is linear, and beyond the largest i
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ class _Fit:
                 break
             used &= self.weights > 0
 
-    def __call__(self, *at) -> np.ndarray:
+    def __call__(self, *at) -> Any:
         return sum(weight * np.asarray(value) for weight, value in zip(self.weights, self.features(*at), strict=True))
 
 
@@ -120,14 +120,14 @@ class Costs:
         self.context = float(np.median([p.context for p in self.points]))
         self._fits = [_RowsFit([p for p in self.points if p.rows == rows]) for rows in self.rows]
 
-    def parts(self, kind: Kind, rows: float = 1, context=None) -> tuple[np.ndarray, np.ndarray]:
+    def parts(self, kind: Kind, rows: float = 1, context=None) -> tuple[Any, ...]:
         """Return the seconds of the draft and of the target's forward. context: by default the measured one."""
         context = self.context if context is None else np.asarray(context, dtype=float)
         shares = self._shares(rows)
         return tuple(sum(share * getattr(fit, part)(kind, context) for fit, share in shares)
                      for part in ("draft", "verify"))  # fmt: skip
 
-    def seconds(self, kind: Kind, rows: float = 1, context=None) -> np.ndarray:
+    def seconds(self, kind: Kind, rows: float = 1, context=None) -> Any:
         return sum(self.parts(kind, rows, context))
 
     def errors(self) -> list[float]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -184,7 +185,7 @@ def timed_kinds(engine: Engine) -> list[Kind]:
 
 
 def _turns(engine: Engine, kinds: Sequence[Kind]) -> list[Callable[[], None]]:
-    probe = engine.adaptive
+    probe: Any = engine.adaptive  # a `Probe`
     return [lambda: None] if probe is None else [partial(probe.set, kind) for kind in kinds]
 
 
@@ -209,7 +210,8 @@ def measure_engine(engine: Engine, workload: Workload, repeats: int = REPEATS) -
 
     with workload.begun(engine, len(kinds)):
         points, busy = measure([partial(run, rows) for rows in workload.widths(engine)], repeats)
-    eager = engine.graphs is not None and any(graph.eager for graph in engine.graphs.batch.graphs.values())
+    batch = None if engine.graphs is None else engine.graphs.batch
+    eager = batch is not None and any(graph.eager for graph in batch.graphs.values())
     if busy:
         print("note: the machine was busy, so the costs of rounds are rough, and not cached", file=sys.stderr)
     return Costs(points, padded=engine.graphs is not None), not (busy or eager)

@@ -3,6 +3,8 @@
 What they learn from is censored: of a round only the children of accepted nodes are known to be right or wrong.
 """
 
+from typing import Any
+
 import numpy as np
 
 from specdec.engine.adaptive import Draft, Outcome
@@ -108,7 +110,12 @@ class Confident(Estimator):
         return np.concatenate([np.ones((len(draft.edges), 1)), _sigmoid(draft.confidence)], 1)[:, : draft.nodes]
 
 
-ESTIMATORS = {"told": DraftProbability, "calibrated": Calibrated, "margin": Margin, "confidence": Confident}
+ESTIMATORS: dict[str, type[Estimator]] = {
+    "told": DraftProbability,
+    "calibrated": Calibrated,
+    "margin": Margin,
+    "confidence": Confident,
+}
 
 
 def make_estimator(name: str, levels: int) -> Estimator:
@@ -122,7 +129,8 @@ def make_estimator(name: str, levels: int) -> Estimator:
 def observed(outcome: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return rows, nodes and labels of a round: for the children of accepted nodes, whether each was right. The other
     nodes are unknown."""
-    draft, path = outcome.draft, outcome.path
+    draft: Any = outcome.draft
+    path: Any = outcome.path
     on_path = np.zeros(draft.edges.shape, dtype=bool)
     np.put_along_axis(on_path, path, True, 1)  # the root too, as paths are padded with 0
     known = np.take_along_axis(on_path, draft.parents, 1) & draft.live[:, None]

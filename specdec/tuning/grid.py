@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
+from typing import cast
 
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, Tree
@@ -40,7 +41,7 @@ def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]
         for depth in depths:
             here = [t for t in useful_trees([topk], depth, nodes) if t.steps == depth]
             picked = here[turn % 3 :: 3] or here[-1:]
-            chosen += sorted({*picked, *here[-1:]})
+            chosen += sorted(cast(set[DynamicTree], {*picked, *here[-1:]}))
             turn += 1
     return chosen
 

@@ -121,7 +121,7 @@ class Bandit(Policy):
     def __init__(self, costs: Costs, kinds: Sequence[Kind], prior: Sequence[float]):
         """kinds [D+1]: of rounds of 0, 1, ... D levels. prior [D]: as for `Rates`."""
         self.costs, self.kinds, self.rates, self.prompts = costs, list(kinds), Rates(prior), Prompts()
-        self.loads = defaultdict(lambda: Load(np.zeros(len(kinds)), np.zeros(len(kinds))))
+        self.loads: dict[int, Load] = defaultdict(lambda: Load(np.zeros(len(kinds)), np.zeros(len(kinds))))
         self.kind = (-1, 0)  # load and levels of the rounds that are being timed
         self.fresh, self.since = True, 0  # the first block of that kind since a change, and its rounds so far
         self.block: list[tuple[float, float]] = []  # seconds and expected seconds of these
@@ -201,8 +201,9 @@ class Bandit(Policy):
         key = rows, levels, nodes
         if key not in self._known:
             kind = self.kinds[levels]
-            cut = nodes is not None and nodes < kind.nodes
-            self._known[key] = float(self.costs.seconds(kind._replace(nodes=nodes, cut=True) if cut else kind, rows))
+            if nodes is not None and nodes < kind.nodes:
+                kind = kind._replace(nodes=nodes, cut=True)
+            self._known[key] = float(self.costs.seconds(kind, rows))
         return self._known[key]
 
     # Learning
@@ -242,6 +243,8 @@ class Bandit(Policy):
 
     def _pay(self, seconds: float) -> None:
         """Account for a round: a try pays what it took longer than the arm that is played takes for as many tokens."""
+        if self.last is None:
+            return
         rows, *_, tokens = self.last
         load = self.loads[self.load]
         load.credit += tokens / rows * self.pace - seconds if self.trying else SHARE * seconds

@@ -34,8 +34,11 @@ class Table(Policy):
     def measured(cls, costs: Costs, kinds: Sequence[Kind], prior: Sequence[float]) -> "Table":
         """Return the table of the fastest levels by measured costs. kinds, prior: as for `Bandit`."""
         tokens = Rates(prior).tokens()
-        return cls({rows: max(costs.choices, key=lambda d, b=rows: tokens[d] / costs.seconds(kinds[d], b))
-                    for rows in costs.rows})  # fmt: skip
+
+        def best(rows: int) -> int:
+            return max(costs.choices, key=lambda depth: tokens[depth] / costs.seconds(kinds[depth], rows))
+
+        return cls({rows: best(rows) for rows in costs.rows})
 
     def plan(self, rows: int) -> int:
         return self.depths[max(bisect_right(self.starts, rows) - 1, 0)]

@@ -64,7 +64,7 @@ def time_rounds(
             mark, begun = clock.position - 1, time.perf_counter()
             report = engine.step()
             whole = time.perf_counter() - begun
-            if not report.prefill:
+            if report is not None and not report.prefill:
                 forward = clock.seconds(mark).get("verify", 0.0)
                 seconds.append((whole - forward, forward))
         found.append(seconds[SETTLE:])

@@ -4,6 +4,7 @@ conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, 
 """
 
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, cast
 
 from specdec import own, registry
 from specdec.schema import check_value, shown
@@ -15,7 +16,7 @@ from specdec.verify.thresholds import TwoThresholds
 from specdec.verify.typical import TypicalAcceptance
 from specdec.verify.walk import Rule
 
-VERIFIERS: dict[str, type] = {name: registry.target("verifier", name) for name in registry.names("verifier")}
+VERIFIERS: dict[str, Any] = {name: registry.target("verifier", name) for name in registry.names("verifier")}
 
 
 def make_verifier(name: str = "match", **settings: float) -> Verifier:
@@ -32,7 +33,7 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
         raise ValueError(f"verifier must be a name such as match, got {shown(name)}")
     part = None if name in VERIFIERS else own.find("verifier", name)
     if part is not None:
-        return own.make(name, part, Rule, **settings)
+        return cast(Any, own.make(name, part, Rule, **settings))
     known = [f.name for f in fields(registry.target("verifier", name))]
     for setting in settings:
         if setting not in known:

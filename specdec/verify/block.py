@@ -30,12 +30,12 @@ class BlockVerification(Rule):
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
-        p, q = filtered_probs(logits, sampling), tree.q  # node i of a chain is x_i
+        p, (q, _) = filtered_probs(logits, sampling), tree.drawn_from()  # node i of a chain is x_i
         ratios = of_parent(tree, p)[:, 1:] / of_parent(tree, q)[:, 1:]
-        reach = [torch.ones_like(ratios[:, 0])]
+        reached = [torch.ones_like(ratios[:, 0])]
         for ratio in ratios.unbind(1):
-            reach.append((reach[-1] * ratio).clamp(max=1))
-        reach = torch.stack(reach, 1)  # [B,N] r
+            reached.append((reached[-1] * ratio).clamp(max=1))
+        reach = torch.stack(reached, 1)  # [B,N] r
         scaled = reach[..., None] * p
         left = (scaled - q).clamp_(min=0).sum(-1)
         # Both terms vanish where p equals q, and then a later token is accepted for certain.

@@ -27,7 +27,7 @@ class MultiRoundRejection(Rule):
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
-        p, q = filtered_probs(logits, sampling), tree.q
+        p, (q, _) = filtered_probs(logits, sampling), tree.drawn_from()
         children = children_by_rank(tree)
         coins = coins_of(tree, noise).gather(1, children.flatten(1)).view(children.shape)
         hit = torch.zeros_like(tree.tokens, dtype=torch.bool)
@@ -47,13 +47,13 @@ class MultiRoundRejection(Rule):
 
 def children_by_rank(tree: DraftTree) -> Tensor:
     """[B,N,K] the children of each node in order of index, K = tree.topk, padded with 0, which is no node's child."""
-    b, n = tree.parents.shape
+    (b, n), (_, topk) = tree.parents.shape, tree.drawn_from()
     nodes = torch.arange(n, device=tree.parents.device).expand(b, n)
     siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes[:, None] > 0)
     rank = siblings.tril(-1).sum(-1)
-    place = (tree.parents * tree.topk + rank)[:, 1:]
-    empty = torch.zeros(b, n * tree.topk, dtype=torch.int64, device=place.device)
-    return empty.scatter_(1, place, nodes[:, 1:]).view(b, n, tree.topk)
+    place = (tree.parents * topk + rank)[:, 1:]
+    empty = torch.zeros(b, n * topk, dtype=torch.int64, device=place.device)
+    return empty.scatter_(1, place, nodes[:, 1:]).view(b, n, topk)
 
 
 def _without(q: Tensor, token: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class TwoThresholds(Rule):
                 raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
 
     @property
-    def lossless(self) -> bool:
+    def lossless(self) -> bool:  # type: ignore[override]
         return self.threshold_single == self.threshold_acc == 1
 
     def __call__(

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -58,7 +59,7 @@ class Batches:
         rng = np.random.default_rng([self.seed, number])
         order = rng.permutation(len(self.samples)).tolist()
         if self.pack is not None:
-            return [[i for row in batch for i in row] for batch in self._pack(order)]
+            return [[i for row in batch for i in row] for batch in self._pack(order, self.pack)]
         mean = sum(len(s.ids) for s in self.samples) / len(self.samples)
         pool = max(1, int(self.POOL * self.batch_tokens / mean))
         batches: list[list[int]] = []
@@ -75,7 +76,7 @@ class Batches:
             batches[-1].append(i)
         return batches
 
-    def _pack(self, indices: list[int]) -> list[list[list[int]]]:
+    def _pack(self, indices: list[int], length: int) -> list[list[list[int]]]:
         """Batches of rows of samples. Each sample goes into the first row of the newest batch that has room for it."""
         batches: list[list[list[int]]] = [[]]
         room: list[int] = []  # of the newest batch's rows
@@ -84,11 +85,11 @@ class Batches:
             fits = (r for r, free in enumerate(room) if len(sample.ids) <= free)
             row = None if sample.mask[: self.lookahead].any() else next(fits, None)
             if row is None:
-                if (len(room) + 1) * self.pack > self.batch_tokens:
+                if (len(room) + 1) * length > self.batch_tokens:
                     batches.append([])
                     room = []
                 row = len(room)
-                room.append(self.pack)
+                room.append(length)
                 batches[-1].append([])
             batches[-1][row].append(i)
             room[row] -= len(sample.ids)
@@ -102,7 +103,7 @@ class Batches:
         """The samples of each row of a batch, and its shape [B,T]."""
         rows = [[i] for i in indices]
         if self.pack is not None:
-            (rows,) = self._pack(indices)
+            (rows,) = self._pack(indices, self.pack)
         return rows, (len(rows), max(sum(len(self.samples[i].ids) for i in row) for row in rows))
 
     def collate(self, indices: list[int]) -> Batch:
@@ -122,7 +123,7 @@ class Batches:
                 end = here.stop
             documents[r, end:] = len(row)
         weighted = any(self.samples[i].weights is not None for i in indices)
-        numbers = [[self.samples[i].number for i in row] for row in rows]
+        numbers: Any = [[self.samples[i].number for i in row] for row in rows]
         return Batch(tokens, mask, None if self.pack is None else documents, weights if weighted else None, numbers)
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:

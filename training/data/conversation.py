@@ -92,7 +92,7 @@ def _message(turn: dict) -> Message:
         if turn.get(name):
             raise ValueError(f"the field {name!r} of a turn is not supported: remove it, or leave the record out")
     content = _content(turn.get("value", turn.get("content")))
-    message = {"role": SPEAKERS[role], "content": content}
+    message: Message = {"role": SPEAKERS[role], "content": content}
     if role == "function_call":  # LLaMA-Factory's form: the value is the call
         call = _json(content, "function_call") if isinstance(content, str) else None
         calls = call if isinstance(call, list) else [call]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.text import encode_chat
 from specdec.training.data.conversation import Conversation, Message
 
@@ -29,7 +29,7 @@ class Answer:
         return ({"tokens": self.tokens} if self.tokens else {}) | {"finish_reason": self.reason}
 
 
-def encode(target: Target, messages: Conversation, day: str | None = None) -> list[int]:
+def encode(target: LanguageModel, messages: Conversation, day: str | None = None) -> list[int]:
     if messages[0]["role"] == "text":
         return target.tokenizer(messages[0]["content"])["input_ids"]
     return encode_chat(target, messages, messages.tools, day)
@@ -38,7 +38,7 @@ def encode(target: Target, messages: Conversation, day: str | None = None) -> li
 class Dialogues:
     """Conversations with the target, a turn at a time: prompts in, rows of the file out."""
 
-    def __init__(self, target: Target, prompts: list[Prompt], day: str | None):
+    def __init__(self, target: LanguageModel, prompts: list[Prompt], day: str | None):
         self.target, self.prompts, self.day = target, prompts, day
         self.longest = target.config.context // 2
         self.talks = [Conversation(prompt.messages, prompt.messages.tools) for prompt in prompts]
@@ -64,8 +64,8 @@ class Dialogues:
     def rows(self) -> list[dict]:
         return [self._row(*row) for row in zip(self.prompts, self.talks, self.last, strict=True)]
 
-    def _row(self, prompt: Prompt, talk: Conversation, last: Answer) -> dict:
-        if talk[0]["role"] != "text":
+    def _row(self, prompt: Prompt, talk: Conversation, last: Answer | None) -> dict:
+        if last is None or talk[0]["role"] != "text":
             return {"messages": list(talk)} | ({"tools": talk.tools} if talk.tools else {})
         whole = replace(last, tokens=last.tokens and [*prompt.ids, *last.tokens])
         return {"text": talk[0]["content"] + last.text} | whole.fields()

@@ -10,7 +10,7 @@ from datetime import date
 from jinja2 import TemplateError
 from omegaconf import DictConfig
 
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.text import writes_date
 from specdec.training.data.conversation import Conversation, Message
 from specdec.training.data.render import Sample, check_tokenizer, render
@@ -72,7 +72,7 @@ def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterato
 
 def read_samples(
     records: Iterable[Record],
-    target: Target,
+    target: LanguageModel,
     *,
     max_length: int,
     too_long: str,
@@ -110,7 +110,8 @@ def _samples(
         tally.count("conversations that the chat template refuses left out")
         return []
     samples = []
-    for sample in rendered or [None]:
+    candidates: list[Sample | None] = [*rendered] or [None]
+    for sample in candidates:
         if sample is not None and len(sample.ids) > max_length:
             if too_long == "drop":
                 tally.count(f"conversations of more than {max_length} tokens left out")
@@ -135,7 +136,7 @@ def tokenise(
     return list(itertools.islice(itertools.chain.from_iterable(samples), limit))
 
 
-def load_samples(config: DictConfig, target: Target) -> list[Sample]:
+def load_samples(config: DictConfig, target: LanguageModel) -> list[Sample]:
     """The samples that a configuration of conf/data describes, numbered.
 
     The same settings give the same samples in the same order, so a run over a stream can be resumed too.
@@ -151,7 +152,7 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
     names = [config.path] if isinstance(config.path, str) else config.path
     source = {"split": config.split, "subset": config.subset, "streaming": config.streaming}
     tally = Tally(config.bad)
-    samples = read_samples(
+    found = read_samples(
         itertools.chain.from_iterable(read_records(name, **source) for name in names),
         target,
         max_length=min(config.max_length, target.config.context),
@@ -159,7 +160,7 @@ def load_samples(config: DictConfig, target: Target) -> list[Sample]:
         tally=tally,
         day=config.get("day"),
     )
-    samples = list(itertools.islice(samples, config.limit))
+    samples = list(itertools.islice(found, config.limit))
     tally.report()
     if not samples:
         raise ValueError(

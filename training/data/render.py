@@ -141,7 +141,8 @@ class _Chat:
         """Return the places that {% generation %} marks in the text of the first `count` messages."""
         settings = {"chat_template": self.template, "tools": self.tools, "return_assistant_tokens_mask": True}
         settings |= {"conversations": [list(self.messages[:count])]} | self.tokenizer.special_tokens_map
-        texts, spans = run_template(render_jinja_template, **settings)
+        written: Any = run_template(render_jinja_template, **settings)
+        texts, spans = written
         if texts[0] != self.text(count):
             raise ValueError("the chat template writes another text each time")
         return spans[0]

@@ -12,7 +12,7 @@ no verifier would have reached them.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,7 @@ from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
 from specdec.engine.traces import tau
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.structs import Sampling
 from specdec.training.data import Batch, Batches, Sample
 from specdec.training.loop.parallel import Processes
@@ -41,7 +41,7 @@ class Rollouts:
 
     def __init__(
         self,
-        target: Target,
+        target: LanguageModel,
         drafter: Drafter,
         data: Batches,
         settings: OnPolicy,
@@ -58,6 +58,7 @@ class Rollouts:
         self.drafter = drafter.to(target.device, target.dtype).eval()
         steps = drafter.deepest(settings.steps)
         tree = make_tree(settings.topk, steps, settings.num_draft_tokens)
+        self.levels = tree.steps
         self.engine = Engine(target, self.drafter, tree, graphs=False)  # weights change with every call
         self.sampling = Sampling(settings.temperature)
         self.first = settings.start * batches_a_step  # the number of the first batch that can be a rollout's
@@ -74,7 +75,7 @@ class Rollouts:
         since = step - self.settings.start
         return since >= 0 and (since % self.settings.every == 0 or not self.samples)
 
-    def renew(self, step: int, weights: dict[str, Tensor]) -> dict[str, float]:
+    def renew(self, step: int, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """Decode with these weights of the drafter, and use the text for batches from now on.
 
         Returns tau, new_tokens, and rejected, the share of the new tokens that drafts missed. Every process must call
@@ -123,8 +124,8 @@ class Rollouts:
     def _decode(self, prompts: list[list[int]], step: int, number: int) -> list[Sequence]:
         seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
         seeds = [(seed, number * self.settings.batch_size + row) for row in range(len(prompts))]
-        settings = {"max_new_tokens": self.settings.max_new_tokens, "sampling": self.sampling}
-        return self.engine.generate(prompts, seed=seeds, **settings).rows
+        new = self.settings.max_new_tokens
+        return self.engine.generate(prompts, max_new_tokens=new, sampling=self.sampling, seed=seeds).rows
 
     def _rejected(self, row: Sequence) -> list[int]:
         """Which of a row's tokens the target put in the place of a draft: the last token of each round that accepted
@@ -132,7 +133,7 @@ class Rollouts:
         places, end = [], 1  # the first token is the prefill's
         for accepted, emitted in zip(row.trace.accepted, row.trace.emitted, strict=True):
             end += emitted
-            if accepted < self.engine.policy.steps and emitted == accepted + 1:
+            if accepted < self.levels and emitted == accepted + 1:
                 places.append(end - 1)
         return places
 
@@ -155,10 +156,11 @@ class Rollouts:
         self.samples, self.batches = samples, [chosen.collate(indices) for indices in chosen.epoch(0)]
 
     def state_dict(self) -> list[list[Tensor]]:
-        return [[torch.from_numpy(part) for part in (s.ids, s.mask, s.weights)] for s in self.samples]
+        parts = ((s.ids, s.mask, s.weights) for s in self.samples)
+        return [[torch.from_numpy(part) for part in sample if part is not None] for sample in parts]
 
     def load_state_dict(self, state: list[list[Tensor]]) -> None:
-        self._use([Sample(*(part.numpy() for part in parts)) for parts in state])
+        self._use([Sample(ids.numpy(), mask.numpy(), weights.numpy()) for ids, mask, weights in state])
 
 
 def _answers(mask: np.ndarray) -> list[int]:

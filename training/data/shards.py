@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import date
 from pathlib import Path
+from typing import BinaryIO
 
 from specdec.cli.files import partial_path, put_in_place, write_text
 from specdec.cli.lock import only_writer
@@ -46,7 +47,8 @@ class Shards:
         """only: the number of a file; others are somebody else's."""
         if size is not None and size < 1:
             raise ValueError(f"a shard must hold at least 1 line, got {size}")
-        self.out, self.rows, self.size, self.file = out, rows, size or rows, None
+        self.out, self.rows, self.size = out, rows, size or rows
+        self.file: BinaryIO | None = None
         self.count = -(-rows // self.size)
         self.first, self.end = (0, self.count) if only is None else (only, only + 1)
         self.last = min(self.end * self.size, rows)  # one past the number of our last line
@@ -84,22 +86,28 @@ class Shards:
         """Append rows. When this returns the system has them, and a kill does not lose them."""
         try:
             for row in rows:
-                self.file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+                self._open().write((json.dumps(row, ensure_ascii=False) + "\n").encode())
                 self.done += 1
                 self._close_full_shard()
             if self.shard < self.end:
-                self.file.flush()
+                self._open().flush()
         except OSError as error:
             raise self._cannot_write(error) from None
 
     def _close_full_shard(self) -> None:
         if self.done < min((self.shard + 1) * self.size, self.rows):
             return
-        self.file.close()
+        self._open().close()
         put_in_place(self.path(self.shard))
         self.shard += 1
         if self.shard < self.end:
             self.file = self._partial().open("ab")
+
+    def _open(self) -> BinaryIO:
+        """The file of the shard that is written. Raises ValueError outside of the `with` block."""
+        if self.file is None:
+            raise ValueError(f"{self.out} is not open for writing")
+        return self.file
 
     def _partial(self) -> Path:
         return partial_path(self.path(self.shard))

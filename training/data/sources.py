@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from glob import glob
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -160,11 +161,11 @@ def _dataset(name: str, split: str, subset: str | None, streaming: bool) -> Iter
         raise ValueError(f"cannot read the data set {name}: {reason}") from None
 
 
-def preset(name: str) -> dict[str, str]:
+def preset(name: str) -> dict[str, Any]:
     """The arguments of `read_records` for a name on a command line: those of conf/data/NAME.yaml if that exists, else
     the name itself."""
     file = files("specdec.conf") / "data" / f"{name}.yaml"
-    settings = OmegaConf.load(str(file)) if HUB_NAME.fullmatch(name) and file.is_file() else {}
+    settings: Any = OmegaConf.load(str(file)) if HUB_NAME.fullmatch(name) and file.is_file() else {}
     if not settings.get("path"):
         return {"name": name}
     return {"name": settings.path} | {key: settings[key] for key in ("split", "subset") if key in settings}

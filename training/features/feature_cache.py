@@ -31,7 +31,7 @@ from specdec.training.features.signature import (
     tokenizer_signature,
     vocabulary_signature,
 )
-from specdec.training.objectives.teacher import TopTokens
+from specdec.training.objectives.teacher import TeacherLogits, TopTokens
 
 SCHEMA = 1
 MANIFEST = "cache.json"
@@ -75,6 +75,7 @@ class Form:
         }
 
     def _states(self, name: str, rows: str, count: int) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
+        states: dict[str, tuple[str, tuple[int, ...], torch.dtype]]
         states = {name: (rows, (count, self.hidden), STORES[self.store])}
         scales = {f"{name}_scale": (rows, (count, 1), torch.float32)}
         return states | scales if self.store == "int8" else states
@@ -213,7 +214,7 @@ class FeatureCache:
         if self.keep is None:
             last = target.config.layers
             hidden = feats[:, :, taps.index(last)] if last in taps else columns_kept["hidden"][:, :, 0]
-            logits = deferred_logits(target, hidden.to(device, target.head.weight.dtype), autocast)
+            logits: TeacherLogits = deferred_logits(target, hidden.to(device, target.head.weight.dtype), autocast)
         else:
             logits = TopTokens(**{name: values.to(device) for name, values in columns_kept.items()})
         return arguments(batch, feats.flatten(2).to(device), logits)

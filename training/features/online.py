@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from specdec.model.language_model import LanguageModel
 from specdec.model.target import Target
 from specdec.training.data import Batch
 from specdec.training.objectives.losses import DeferredLogits
 from specdec.training.objectives.teacher import TeacherLogits
 
-Features = dict[str, Tensor | TeacherLogits]
+Features = dict[str, Any]  # `teacher_logits` are `TeacherLogits`, the others tensors
 
 
 def online_features(
@@ -51,14 +53,15 @@ def arguments(batch: Batch, feats: Tensor, logits: TeacherLogits) -> Features:
     } | weights
 
 
-def deferred_logits(target: Target, hidden: Tensor, autocast: AbstractContextManager) -> DeferredLogits:
+def deferred_logits(target: LanguageModel, hidden: Tensor, autocast: AbstractContextManager) -> DeferredLogits:
     """Logits of hidden states [B,T,H], taken after the target's final norm, computed where they are read."""
 
     def head_of(ids: Tensor | None) -> Callable[[Tensor], Tensor]:
         with torch.no_grad(), autocast:
             kind = hidden.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else target.head.weight.dtype
-            of_rows = target.bind_logits(ids, dtype)  # autocast would convert the head's weight for each piece of rows
+            own = cast(Target, target)
+            of_rows = own.bind_logits(ids, dtype)  # autocast would convert the head's weight for each piece of rows
 
         return torch.no_grad()(of_rows)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from specdec.cli.reading import parse_json
 from specdec.model.ends import every_token, root_mean_square
+from specdec.model.language_model import LanguageModel
 from specdec.model.target import Target
 from specdec.remote import Remote, in_order
 from specdec.training.data import Batch, Sample
@@ -48,7 +50,9 @@ class StateFile:
 class VllmStates:
     """A folder of hidden states, as a source of features for their target."""
 
-    def __init__(self, folder: str | Path, target: Target, taps: tuple[int, ...], layers: Iterable[int] | None = None):
+    def __init__(
+        self, folder: str | Path, target: LanguageModel, taps: tuple[int, ...], layers: Iterable[int] | None = None
+    ):
         """taps: that are to be read. layers: what the server was given, for files that do not say it themselves.
 
         Raises ValueError, one sentence, for a file that is damaged, or not of this target, dtype and taps."""
@@ -115,6 +119,12 @@ class VllmStates:
         at = bisect.bisect_left(self.keys, _key(ids))
         return self.files[at] if self.keys[at : at + 1] and self.keys[at].startswith(_key(ids)) else None
 
+    def file_of(self, ids: np.ndarray) -> StateFile:
+        """As `find`. Raises ValueError if there is no such file."""
+        if (file := self.find(ids)) is None:
+            raise ValueError(f"{self.folder} has no file whose tokens begin with those of a sample")
+        return file
+
     def take(self, samples: list[Sample], server: Remote | None = None, requests: int = 8) -> None:
         """Serve these samples, numbered in their order. Those without a file are requested from the server, whose
         connector writes into this folder.
@@ -173,13 +183,13 @@ class VllmStates:
 
     def _likely(self, file: StateFile) -> list[int]:
         last = self._hidden(file, len(file.ids), (self.target.config.layers,))[-1]
-        return self.target.logits(last.to(self.target.device)).float().topk(LIKELIEST).indices[0].tolist()
+        return cast(Target, self.target).logits(last.to(self.target.device)).float().topk(LIKELIEST).indices[0].tolist()
 
     def sizes(self, taps: tuple[int, ...]) -> dict[int, float]:
         """Tap -> the root mean square of its states, to the nearest power of two: over `every_token` where the folder
         has it, else over some of the samples."""
         every = self.find(every_token(self.target.vocab).numpy())
-        files = [every] if every else [self.find(sample.ids) for sample in self.samples[:32]]
+        files = [every] if every else [self.file_of(sample.ids) for sample in self.samples[:32]]
         states = torch.cat([self._hidden(file, len(file.ids), taps) for file in files])
         found = root_mean_square(states.float()).log2().round().exp2().tolist()
         return dict(zip(taps, found, strict=True))
@@ -190,7 +200,7 @@ class VllmStates:
         """Hidden states [length,len(taps),H] as transformers counts them, on the target's device."""
         states = file.states(length)[:, [file.layers.index(tap) for tap in taps]].to(self.target.device)
         if (last := self.target.config.layers) in taps:
-            states[:, taps.index(last)] = self.target.norm(states[:, taps.index(last)])
+            states[:, taps.index(last)] = cast(Target, self.target).norm(states[:, taps.index(last)])
         return states
 
     @torch.no_grad()
@@ -199,12 +209,12 @@ class VllmStates:
         last, shape = target.config.layers, batch.tokens.shape
         read = taps if last in taps else (*taps, last)
         states = torch.zeros(*shape, len(read), target.config.hidden, dtype=target.dtype, device=target.device)
-        for row, numbers in enumerate(batch.rows):
+        for row, numbers in enumerate(batch.rows or ()):
             end = 0
             for number in numbers:
                 ids = self.samples[number].ids
                 start, end = end, end + len(ids)
-                states[row, start:end] = self._hidden(self.find(ids), len(ids), read)
+                states[row, start:end] = self._hidden(self.file_of(ids), len(ids), read)
         feats = states[:, :, : len(taps)].flatten(2).float()
         return arguments(batch, feats, deferred_logits(target, states[:, :, read.index(last)], autocast))
 

@@ -28,8 +28,8 @@ FUSION = ", fusion='shared'"  # in descriptions of version 0.1 for block drafter
 
 def checkpoints(out: Path) -> list[Path]:
     """The checkpoints of the run in `out`, oldest first."""
-    found = {p: NAME.fullmatch(p.name) for p in (out / FOLDER).glob("step-*.pt")}
-    return sorted((p for p, match in found.items() if match), key=lambda p: int(found[p][1]))
+    steps = {p: int(match[1]) for p in (out / FOLDER).glob("step-*.pt") if (match := NAME.fullmatch(p.name))}
+    return sorted(steps, key=steps.__getitem__)
 
 
 def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -59,7 +60,8 @@ def _one_by_one(
     Draft j of position t is a guess of the target's prediction at t+1+j. Both are 0 where that is no training token, or
     beyond the text.
     """
-    vocab, states = drafter.vocab, list(states)
+    vocab: Any = drafter.vocab
+    states = list(states)
     row, column = loss_mask.nonzero(as_tuple=True)
     labels = torch.full_like(loss_mask, -1, dtype=torch.int64)  # not asked for here
     agrees, overlaps = torch.zeros(2, steps, *loss_mask.shape, device=loss_mask.device)
@@ -69,7 +71,7 @@ def _one_by_one(
         for j, state in enumerate(states):
             source = column[piece] - 1 - j
             readout = state.readout[here[0], source.clamp(min=0)]
-            head = state.head  # a single one would lay out its weights anew for each call
+            head: Any = state.head  # a single one would lay out its weights anew for each call
             logits = head(readout) if isinstance(head, SumHead) else product(readout, head.weights)
             student = Student(logits.float()[:, None])
             p = teacher.facing(student).whole if isinstance(teacher, TopTeacher) else teacher.whole
@@ -92,10 +94,10 @@ class Decoding:
 
     def _record(self, drafter: Drafter, steps: int, temperature: float) -> Recording:
         if temperature not in self.answers:
-            how = {"max_new_tokens": self.max_new_tokens}
-            self.answers[temperature] = answers_to(self.target, self.prompts, Sampling(temperature), **how)
-        how = {"steps": drafter.deepest(steps), "sampling": Sampling(temperature)}
-        return record(self.target, drafter, self.answers[temperature], **how)
+            new, sampling = self.max_new_tokens, Sampling(temperature)
+            self.answers[temperature] = answers_to(self.target, self.prompts, sampling, max_new_tokens=new)
+        depth = drafter.deepest(steps)
+        return record(self.target, drafter, self.answers[temperature], steps=depth, sampling=Sampling(temperature))
 
     def tau(self, folder: Path) -> dict[str, float]:
         """tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it, and its interval."""
@@ -135,7 +137,7 @@ def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list
     def beginning(sample: Sample) -> bytes:
         return sample.ids[: int(sample.mask.argmax())].tobytes()
 
-    found = {}
+    found: dict[bytes, list[int]] = {}
     for sample in samples:
         length = int(sample.mask.argmax())
         if 0 < length <= longest:

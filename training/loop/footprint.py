@@ -3,9 +3,10 @@
 import copy
 import itertools
 import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -42,10 +43,10 @@ def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
     }
 
 
-def stored(module: nn.Module) -> int:
+def stored(module: Any) -> int:
     """Bytes of a module's parameters and buffers in this process. Storage that is shared counts once."""
-    tensors = [x.to_local() if is_shard(x) else x for x in (*module.parameters(), *module.buffers())]
-    tensors = [x for x in tensors if x.device.type != "meta"]  # what a device_map has put elsewhere
+    held = [x.to_local() if is_shard(x) else x for x in (*module.parameters(), *module.buffers())]
+    tensors = [x for x in held if x.device.type != "meta"]  # what a device_map has put elsewhere
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
@@ -100,4 +101,5 @@ def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:
 
 
 def _width(drafter: Drafter) -> int:
-    return len(drafter.taps) * (drafter.tap_width or drafter.shape.hidden)
+    shape: Any = drafter.shape
+    return len(drafter.taps) * (drafter.tap_width or shape.hidden)

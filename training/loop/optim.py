@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ class Muon(torch.optim.Muon):
                     self._step(p, **group)
         return loss
 
-    def _step(self, p: Tensor, lr: float, weight_decay: float, momentum: float, **group) -> None:
+    def _step(self, p: Any, lr: float, weight_decay: float, momentum: float, **group) -> None:
         held = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
         held.lerp_(p.grad, 1 - momentum)
         update = p.grad.lerp(held, momentum) if group["nesterov"] else held
@@ -74,7 +75,7 @@ class Optimizers:
         rest = [p for _, p in named if id(p) not in chosen]
         self.parameters = [p for _, p in named]
         self.parts: list[tuple[torch.optim.Optimizer, float]] = []
-        if muon:
+        if muon and muon_lr:
             self.parts.append((Muon(muon, lr=muon_lr, momentum=0.95, weight_decay=weight_decay), muon_lr))
         self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
 

@@ -91,7 +91,8 @@ class Together(Processes):
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
-            return fully_shard(module, mesh=init_device_mesh(torch.device(self.device).type, (self.world,)))
+            fully_shard(module, mesh=init_device_mesh(torch.device(self.device).type, (self.world,)))
+            return module
         # Buffers are the target's, the same everywhere: sending them along would cost more than the gradients.
         buffers = [name for name, _ in module.named_buffers()]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, buffers)
@@ -189,6 +190,8 @@ class Sums:
     def means(self, processes: Processes) -> tuple[float, float, bool, tuple[int, int], dict[str, Tensor]]:
         """Of all processes: counted positions, mean loss, whether any was asked to stop, (padded, learnt) tokens, and
         mean metrics. Every process must call it."""
+        if self.total is None:
+            raise ValueError("there is nothing to take the mean of")
         total = processes.sum(self.total).cpu()
         weight, loss, stop, tokens, learnt = total[:5].tolist()
         parts = (total[5:] / max(weight, 1)).split([shape.numel() for shape in self.shapes.values()])

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -34,7 +34,7 @@ def check_same_run(config: DictConfig, out: Path) -> list[str]:
     if not (out / "config.yaml").is_file():
         return []
     before = dict(_flat(read_yaml(out / "config.yaml", "settings")))
-    now = dict(_flat(OmegaConf.to_container(config, resolve=True)))
+    now = dict(_flat(cast(dict, OmegaConf.to_container(config, resolve=True))))
     # Settings of another version that were off, or had the value that is built in now
     gone = {name for name, value in before.items() if name not in now and (not value or REMOVED.get(name) == value)}
     names = [name for name in (*before, *(now.keys() - before.keys())) if before.get(name) != now.get(name)]

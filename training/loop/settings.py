@@ -4,7 +4,7 @@ import dataclasses
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.cli.limits import MOST
 from specdec.schema import check_value, ranged
@@ -16,7 +16,7 @@ EPOCHS = 2  # more answers teach more than the same ones again (docs/log.md)
 MANY = 40  # epochs; EAGLE's authors take so many, and no other trainer more
 
 
-def check_ranges(settings: object, name: str) -> None:
+def check_ranges(settings: Any, name: str) -> None:
     """Raise ValueError for a field whose value is not of its type or range. name: of the settings, for the message."""
     for setting in fields(settings):
         check_value(setting, getattr(settings, setting.name), f"{name}.{setting.name}")
@@ -68,6 +68,13 @@ class TrainerConfig:
         from specdec.training.loop.optim import schedule
 
         schedule(0, 1, 0, self.schedule)
+
+    @property
+    def length(self) -> int:
+        """`steps`, once `over` has set it. Raises ValueError before that."""
+        if self.steps is None:
+            raise ValueError("the number of steps is not known before the data is")
+        return self.steps
 
     @property
     def loggers(self) -> list[str]:

@@ -7,21 +7,22 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.cli.files import write_whole
 from specdec.cli.signals import StopSignals
 from specdec.contracts import Drafter
 from specdec.drafters.formats import save_drafter
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.training.data import Batch, Batches
 from specdec.training.data.rollouts import Rollouts
 from specdec.training.features.online import Features, online_features
 from specdec.training.loop.checkpoint import meaning, read_newest, restore, save_state, state_of, write_checkpoint
-from specdec.training.loop.evaluate import decoding_of, expected_tau
+from specdec.training.loop.evaluate import Decoding, decoding_of, expected_tau
 from specdec.training.loop.log import RunLog, draw_curves
 from specdec.training.loop.optim import Optimizers, schedule
 from specdec.training.loop.parallel import Learner, Processes, Sums
@@ -41,7 +42,7 @@ class Trainer:
 
     def __init__(
         self,
-        target: Target,
+        target: LanguageModel,
         drafter: Drafter,
         objective,
         train: Batches,
@@ -58,7 +59,8 @@ class Trainer:
         data_signature: of the training data; a checkpoint of other data is refused. None: it is not checked."""
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
-        self.train_data, self.heldout, self.config, self.out = train, heldout, config, out
+        self.train_data: Batches | Rollouts = train
+        self.heldout, self.config, self.out = heldout, config, out
         self.processes = processes or Processes()
         if config.recompute:
             if drafter.recompute is None:
@@ -67,7 +69,7 @@ class Trainer:
         self.meaning = meaning(drafter)
         alone = self.processes.world == 1 or not config.fsdp
         self.published = drafter if alone and config.ema is None else shell(drafter)  # evaluated and exported
-        self.rollouts = None
+        self.rollouts: Rollouts | None = None
         self.together = config.accumulate * self.processes.world  # batches of a step
         self.data_signature = data_signature
         if on_policy is not None and on_policy.share > 0:
@@ -80,7 +82,7 @@ class Trainer:
         self.optimizers = Optimizers(
             self.parameters.items(),
             lr=config.lr,
-            betas=tuple(config.betas),
+            betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
             muon_lr=config.muon_lr,
         )
@@ -113,12 +115,12 @@ class Trainer:
         self.owed = False
         groups = self._groups()
         # Closed before an error is printed, which would otherwise appear above it
-        with Progress(config.steps, self.step, not self.main) as bar:
+        with Progress(config.length, self.step, not self.main) as bar:
             mark, first = time.monotonic(), self.step + 1
-            while self.step < config.steps and not asked:
+            while self.step < config.length and not asked:
                 if self.rollouts is not None and self.rollouts.due(self.step):
-                    self._roll_out()
-                if switches(self.objective, self.step, config.steps):
+                    self._roll_out(self.rollouts)
+                if switches(self.objective, self.step, config.length):
                     self._log("switch", {})
                     bar.say(f"step {self.step}: the objective switches from objective.terms to objective.then")
                 before, tokens, start = self.batches, self.tokens, time.monotonic()
@@ -134,7 +136,7 @@ class Trainer:
                     metrics = self._log("train", values, **row, tokens_per_second=bar.take_speed())
                 self.owed = asked  # a due evaluation waits until the run continues
                 metrics |= {} if asked else self._look()
-                if self._due(config.save_every) and self.step < config.steps and not asked:
+                if self._due(config.save_every) and self.step < config.length and not asked:
                     self.save()
         self.save()
         if self.decoding is not None and self.processes.evaluates and not asked:
@@ -142,7 +144,7 @@ class Trainer:
             for name in ("draft", "best"):
                 if (self.out / name).is_dir():
                     self.decoding.keep_acceptance(self.out / name, write=self.main)
-        if self.step < config.steps and self.main:
+        if self.step < config.length and self.main:
             print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
         return metrics
 
@@ -150,12 +152,12 @@ class Trainer:
         """Evaluate and decode, if that is due after this step."""
         metrics = self._evaluate() if self._due(self.config.save_every) else {}
         if self.decoding is not None and self._due(self.config.decode_every):
-            metrics |= self._decode()
+            metrics |= self._decode(self.decoding)
         return metrics
 
     def _due(self, every: int | None) -> bool:
         """Whether something is to be done after this step: every so many, and after the last one."""
-        return self.step == self.config.steps or (every is not None and self.step % every == 0)
+        return self.step == self.config.length or (every is not None and self.step % every == 0)
 
     def _groups(self) -> Iterator[list[Batch]]:
         """This process's batches of each step: every `world`-th of the step's `accumulate * world` batches."""
@@ -168,7 +170,7 @@ class Trainer:
         """One optimiser step on this process's batches. Returns metrics by step of the unroll, whether any process was
         asked to stop, and what else is logged."""
         config, world, sums, losses = self.config, self.processes.world, Sums(), []
-        self.objective.progress = self.step / config.steps
+        self.objective.progress = self.step / config.length
         for i, batch in enumerate(group):
             torch.manual_seed(_seed(config.seed, self.batches + i * world + self.processes.rank))
             with self.processes.accumulating(self.learner, last=i == len(group) - 1):
@@ -177,27 +179,27 @@ class Trainer:
                 self.processes.backward(loss * weight * world)  # DDP and FSDP divide by `world`
             losses.append(loss.detach())
             sums.add(weight, loss, batch.loss_mask, self.signals.asked, metrics)
-        counted, loss, asked, (tokens, learnt), metrics = sums.means(self.processes)
-        if not math.isfinite(loss):
-            self._give_up(f"the loss is {loss}", group, losses)
+        counted, mean, asked, (tokens, learnt), metrics = sums.means(self.processes)
+        if not math.isfinite(mean):
+            self._give_up(f"the loss is {mean}", group, losses)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.div_(max(counted, 1))
-        warmup = int(config.warmup * config.steps) if config.warmup < 1 else int(config.warmup)
-        scale = schedule(self.step, config.steps, warmup, config.schedule)
+        warmup = int(config.warmup * config.length) if config.warmup < 1 else int(config.warmup)
+        scale = schedule(self.step, config.length, warmup, config.schedule)
         norm = self.optimizers.step(scale, config.clip)
         if not math.isfinite(norm):
             self._give_up(f"the gradient's norm is {norm}", group, losses)
         for name, average in (self.averages or {}).items():
-            average.lerp_(self.parameters[name].detach(), 1 - config.ema)
+            average.lerp_(self.parameters[name].detach(), 1 - (config.ema or 0))
         self.step, self.batches = self.step + 1, self.batches + len(group) * world
         self.tokens, self.learnt = self.tokens + tokens, self.learnt + learnt
-        return metrics, asked, {"loss": loss, "gradient_norm": norm, "learning_rate": scale * config.lr}
+        return metrics, asked, {"loss": mean, "gradient_norm": norm, "learning_rate": scale * config.lr}
 
     def _autocast(self):
         return self.config.autocasting(self.target.device)
 
-    def _features(self, drafter: nn.Module, batch: Batch) -> Features:
+    def _features(self, drafter: Drafter, batch: Batch) -> Features:
         """The objective's arguments for a batch. Sets the drafter's `documents` and `first_tokens` for it."""
         features = self.features(self.target, batch, drafter.taps, self._autocast())
         tokens = features["tokens"]
@@ -223,10 +225,10 @@ class Trainer:
         if self.published is not self.drafter:
             fill(self.published, self.averages or self.parameters, here=self.processes.evaluates)
 
-    def _roll_out(self) -> None:
+    def _roll_out(self, rollouts: Rollouts) -> None:
         """Make new on-policy data, and log what its rounds say about the drafter. The time is part of `seconds`."""
         start = time.monotonic()
-        measured = self.rollouts.renew(self.step, self.parameters)
+        measured = rollouts.renew(self.step, self.parameters)
         self.rollout_seconds += time.monotonic() - start
         self._log("rollout", {}, **measured, rollout_seconds=round(self.rollout_seconds, 3))
 
@@ -236,7 +238,8 @@ class Trainer:
         self._publish()
         if self.heldout is None or self.config.eval_batches < 1 or not self.processes.evaluates:
             return {}
-        learner, sums, tau = Learner(self.published, self.objective), Sums(), 0
+        learner, sums = Learner(self.published, self.objective), Sums()
+        tau: Any = 0
         depth = self.drafter.deepest(self.config.decode_steps)
         for indices in self.heldout.epoch(0)[: self.config.eval_batches]:
             batch = self.heldout.collate(indices)
@@ -246,20 +249,20 @@ class Trainer:
                 tau = tau + expected_tau(self.published, **features, steps=depth)
             weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
             sums.add(weight, loss, batch.loss_mask, False, metrics)
-        _, loss, _, _, mean = sums.means(Processes())
+        _, mean_loss, _, _, mean = sums.means(Processes())
         greedy, sampled = (tau[:2] / tau[2].clamp(min=1)).tolist()
-        scalars = {"loss": loss, "expected_tau": greedy, "expected_tau_sampled": sampled}
+        scalars = {"loss": mean_loss, "expected_tau": greedy, "expected_tau_sampled": sampled}
         logged = self._log("heldout", mean, **scalars)
         return {f"heldout_{key}": logged[key] for key in (*scalars, "losses", "accuracy")}
 
-    def _decode(self) -> dict:
+    def _decode(self, decoding: Decoding) -> dict:
         """The tau of greedy decoding with the drafter as it is now. The best drafter so far is saved in `best/`."""
         self._publish()
         if not self.processes.evaluates:
             return {}
         self._export("draft")
         self.processes.wait()
-        found = self.decoding.tau(self.out / "draft")
+        found = decoding.tau(self.out / "draft")
         if self.config.decode_every is not None and found["tau"] > self.best:
             self._export("best")
         self.best = max(self.best, found["tau"])

@@ -2,11 +2,15 @@
 
 import copy
 import sys
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+Module = TypeVar("Module", bound=nn.Module)
 
-def is_shard(value) -> bool:
+
+def is_shard(value: Any) -> bool:
     """Whether a process holds a part of this tensor only (DTensor). A process that shards has imported torch's module
     for it; others need not, as that takes a second."""
     tensor = sys.modules.get("torch.distributed.tensor")
@@ -24,12 +28,12 @@ def full(value):
     return value
 
 
-def shell(drafter: nn.Module) -> nn.Module:
+def shell(drafter: Module) -> Module:
     """A second drafter of the same kind, with parameters of its own. Buffers, which are the target's, are shared."""
     return copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
 
 
-def fill(shell: nn.Module, weights: dict[str, Tensor], here: bool = True) -> None:
+def fill(shell: nn.Module, weights: Mapping[str, Tensor], here: bool = True) -> None:
     """Give a shell these weights, as full tensors. It shares their memory where nothing need be gathered or cast.
 
     here: whether this process wants them; every process must call it, as gathering takes all.
@@ -41,7 +45,7 @@ def fill(shell: nn.Module, weights: dict[str, Tensor], here: bool = True) -> Non
             own[name].data = value.to(own[name].dtype)
 
 
-def sharded_as(value: Tensor, like: Tensor) -> Tensor:
+def sharded_as(value: Tensor, like: Any) -> Tensor:
     """A full tensor, cut into shards as `like` is, if that is cut."""
     if not is_shard(like):
         return value

@@ -107,6 +107,7 @@ def slots(
 
 def gathered(anchors: Tensor, mask: Tensor, visible: Tensor | None = None) -> Slots:
     """anchors [B,A] and what their slots count [B,A,W] -> the blocks in which anything does."""
-    chosen = (mask > 0).any(-1).nonzero(as_tuple=True)
+    row, place = (mask > 0).any(-1).nonzero(as_tuple=True)
+    chosen = row, place
     column = anchors[chosen][:, None] + torch.arange(mask.shape[2], device=anchors.device)
     return Slots(anchors, chosen, column, mask[chosen], visible)

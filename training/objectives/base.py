@@ -1,6 +1,7 @@
 """What all objectives share: one unroll of the drafter, weighted terms at each step, positions that count, metrics."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -120,14 +121,17 @@ class Objective:
         states = list(drafter.unroll(self.noisy(feats), following, self.steps, batch.later()))
         judge = _Terms(self, drafter.vocab, teacher_logits, labels, batch)
         readouts = [batch.rows(state.readout, j) for j, state in enumerate(states)]
-        loss = head_loss(judge, readouts, [state.head.weights for state in states])
+        heads: list[Any] = [state.head for state in states]
+        loss = head_loss(judge, readouts, [head.weights for head in heads])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
         extra, more = self.extra_terms(states, feats, batch)
         return loss + extra, metrics | more | {"counted": batch.divisors[0]}
 
     def weigh(self, student: Student, teacher: Teacher) -> Value:
         """The terms together, each with its weight."""
-        value, slope, total = 0.0, None, 0.0
+        value: Any = 0.0
+        slope: Any = None
+        total: Any = 0.0
         for weight, term in self.terms:
             one, its_slope, its_total = term(student, teacher)
             value, total = value + weight * one, total + weight * its_total
@@ -142,7 +146,7 @@ class Objective:
         width = self.noise * (self.noise_length / feats.shape[1] if self.noise_length else 1)
         return feats + (torch.rand_like(feats) - 0.5) * width
 
-    def positions(self, vocab, teacher_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
+    def positions(self, vocab: Any, teacher_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
         """[B,T], 1 for each position that counts. Position t is that at which the target predicts token t+1."""
         if not self.known_only or vocab.ids is None:
             return loss_mask.float()
@@ -154,7 +158,7 @@ class Objective:
             known[here] = contains[read_choice(teacher_logits, here)].to(known.dtype)
         return (loss_mask * known).float()
 
-    def readouts(self, drafter: Drafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
+    def readouts(self, drafter: Any, feats: Tensor, tokens: Tensor) -> list[Tensor]:
         """The heads' inputs for a batch of training tokens only, for `specdec.training.estimate`."""
         return [state.readout for state in drafter.unroll(feats, tokens, self.steps)]
 

@@ -190,16 +190,18 @@ class _Slots(TermsJudge):
         texts: int,
     ):
         super().__init__(objective, drafter.vocab, teacher_logits, labels)
+        self.weighs = objective
         self.slots, mask, conditional = slots, slots.mask, drafter.conditional
         weights = objective.weigh_slots(mask, mask, slots.since)  # of d_pace others: it does not divide by them
         self.divisor = objective.divisor(mask, weights, texts).clamp(min=1e-6)
         self.counted = mask.sum(0).clamp(min=1e-6)  # of each slot
         self.losses, self.accuracy = torch.zeros(2, mask.shape[1], device=labels.device).unbind()
         self.weights, self.accepted = torch.zeros(2, *mask.shape, device=labels.device).unbind()
-        self.candidates = None
+        self.candidates: Candidates | None = None
         if conditional is not None and conditional.candidates:
             count = min(conditional.candidates, drafter.vocab.size)
-            self.candidates = Candidates(*mask.shape, count, objective.chooses, objective.missing, labels.device)
+            blocks, width = mask.shape
+            self.candidates = Candidates(blocks, width, count, objective.chooses, objective.missing, labels.device)
         self.base = objective.base_share if conditional is not None and self.candidates is None else 0.0
         self.confident = drafter.confidence is not None
 
@@ -214,7 +216,7 @@ class _Slots(TermsJudge):
             teacher = teacher.facing(student)
         value, slope, total = self.objective.weigh(student, teacher)
         losses = value.view(shape)
-        weights = self.objective.weigh_slots(losses, mask, since)
+        weights = self.weighs.weigh_slots(losses, mask, since)
         if steps[0] == mask.shape[1]:
             share = weights * self.base / self.divisor
         else:

@@ -1,6 +1,7 @@
 """EAGLE-1/2's objective: the target's next feature, and its next distribution (arXiv 2401.15077)."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,7 @@ class EagleObjective(Objective):
         super().__init__(terms, steps=steps, decay=decay, noise=noise, noise_length=noise_length, **settings)
         self.feature = feature
 
-    def __call__(self, drafter: Drafter, **inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, drafter: Drafter, *inputs: Any, **named: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """As `Objective`; the metrics also have feature_losses [steps].
 
         Raises ValueError for a drafter that does not predict features.
@@ -44,7 +45,7 @@ class EagleObjective(Objective):
                 f"objective=eagle compares a drafter's state with the target's next feature, which "
                 f"{type(drafter).__name__} does not predict; use objective=eagle3 or objective=mtp"
             )
-        return super().__call__(drafter, **inputs)
+        return super().__call__(drafter, *inputs, **named)
 
     def extra_terms(self, states: list[DraftState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
         wanted = feats[batch.row, batch.column]

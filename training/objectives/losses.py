@@ -1,7 +1,7 @@
 """A loss over a vocabulary, fused with the head before it: computed in pieces, with no [tokens, vocabulary] matrix."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +29,8 @@ class DeferredLogits:
         self.hidden, self.head, self.shape = hidden, head, (*hidden.shape[:2], vocab)
         self._whole: Callable[[Tensor], Tensor] = head(None)
         self._part: Callable[[Tensor], Tensor] | None = None
-        self.log_mass = self.choice = None  # [B,T] of the positions that `summarise` has read
+        self.log_mass: Any = None  # [B,T] of the positions that `summarise` has read
+        self.choice: Any = None  # the same
 
     def __getitem__(self, index: tuple[Tensor, Tensor]) -> Tensor:
         """Row and column indices [n] -> [n,V]."""
@@ -79,7 +80,7 @@ class _HeadLoss(torch.autograd.Function):
         steps = len(parts_of)
         readouts, heads = tensors[:steps], tensors[steps:]
         wanted = [learning and need for need in ctx.needs_input_grad[3:]]
-        grads = [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted, strict=True)]
+        grads: list[Any] = [torch.zeros_like(x) if want else None for x, want in zip(tensors, wanted, strict=True)]
         kind = readouts[0].device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else heads[0].dtype
         fine = torch.promote_types(dtype, torch.float32)
@@ -130,7 +131,8 @@ def split(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Logits [...,U] of x [...,R]: the sum of the products of its parts with matrices [U,.]."""
-    return sum(F.linear(part, weight) for part, weight in zip(split(x, weights), weights, strict=True))
+    products = (F.linear(part, weight) for part, weight in zip(split(x, weights), weights, strict=True))
+    return sum(products, start=next(products))
 
 
 def head_loss(judge: Judge, readouts: Sequence[Tensor], heads: Sequence[Sequence[Tensor]]) -> Tensor:

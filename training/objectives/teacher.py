@@ -4,8 +4,10 @@ All of p may be known (`Teacher`), or only its most likely tokens and the mass o
 for all J steps of the unroll that draft for a position, so a teacher's tensors are [n,...] and a student's [n,J,...].
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,6 +44,11 @@ class Student:
         return self.logits - self.log_mass[..., None]
 
 
+def _each(teacher: object, change: Callable[[Tensor], Tensor]) -> list[Any]:
+    """The fields of a teacher, changed; None stays None."""
+    return [x if x is None else change(x) for x in vars(teacher).values()]
+
+
 @dataclass
 class Teacher:
     """p over the draft vocabulary, the target's choice, and the token that follows in the text.
@@ -56,7 +63,7 @@ class Teacher:
 
     def at(self, index: Tensor) -> "Teacher":
         """What it says at these of its n positions, in this order and as often."""
-        return Teacher(*(x if x is None else x[index] for x in vars(self).values()))
+        return Teacher(*_each(self, lambda x: x[index]))
 
     @cached_property
     def p(self) -> Tensor:
@@ -123,11 +130,11 @@ class TopTeacher:
 
     def at(self, index: Tensor) -> "TopTeacher":
         """As `Teacher.at`."""
-        return TopTeacher(*(x if x is None else x[index] for x in vars(self).values()))
+        return TopTeacher(*_each(self, lambda x: x[index]))
 
     def repeated(self, steps: int) -> "TopTeacher":
         """Every position `steps` times in a row."""
-        return TopTeacher(*(x if x is None else x.repeat_interleave(steps, 0) for x in vars(self).values()))
+        return TopTeacher(*_each(self, lambda x: x.repeat_interleave(steps, 0)))
 
 
 @dataclass
@@ -194,10 +201,9 @@ def read_teacher(
     read these positions, so only the draft vocabulary's logits are computed if that is enough.
     """
     if isinstance(logits, TopTokens):
-        logp, rest, share = logits.logp[here], logits.log_rest[here], logits.log_share[here]
-        if vocab.ids is None:
-            share = None
-        elif not renormalise:
+        logp, rest, log_share = logits.logp[here], logits.log_rest[here], logits.log_share[here]
+        share = None if vocab.ids is None else log_share
+        if share is not None and not renormalise:
             logp, rest, share = logp + share, rest + share, None
         return TopTeacher(logits.ids[here], logp, rest, share, logits.choice[here], labels[here])
     if summarised and isinstance(logits, DeferredLogits) and logits.choice is not None and vocab.ids is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -28,7 +29,7 @@ Weight = float | Mapping[str, float | bool]
 _FOUND: dict[str, Term] = {}
 
 
-def term(function: Term) -> Term:
+def term(function: Any) -> Any:
     """Decorator: `objective.terms` has the function under its own name."""
     _FOUND[function.__name__] = function
     return function
@@ -43,7 +44,8 @@ def all_terms() -> dict[str, Term]:
 
 def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, Term]]:
     """{name: weight} or {name: {weight: w, setting: value}} -> [(weight, term)]; ValueError for what is unknown."""
-    known, chosen = all_terms(), []
+    known = all_terms()
+    chosen: list[tuple[float, Term]] = []
     for name, value in terms.items():
         if name not in known:
             raise ValueError(f"objective.terms has no {name!r}; there are {', '.join(known)}")

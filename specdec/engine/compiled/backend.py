@@ -46,16 +46,19 @@ class CompiledRounds:
         library = build.library_path(graph)
         if compiled := build.load_if_present(library):
             return replay_of(graph, compiled)
-        return self._meanwhile(run, graph, library)
+        return self._meanwhile(self.workshop, run, graph, library)
 
-    def _meanwhile(self, run: Callable[[int], Any], graph: RoundGraph, library: Path) -> Callable[[int], Any]:
+    @staticmethod
+    def _meanwhile(
+        workshop: Workshop, run: Callable[[int], Any], graph: RoundGraph, library: Path
+    ) -> Callable[[int], Any]:
         """A round that is eager until it has been compiled."""
-        order, replay = self.workshop.order_of(graph, library), None
+        order, replay = workshop.order_of(graph, library), None
 
         def play(bound: int) -> Any:
             nonlocal replay
             if replay is None:
-                compiled = self.workshop.look(order)
+                compiled = workshop.look(order)
                 if compiled is None:
                     return replace(run(bound), eager=True)
                 replay = replay_of(graph, compiled)

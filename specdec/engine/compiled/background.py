@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -54,7 +55,7 @@ class Shape:
 
 def written(graph: RoundGraph) -> tuple[list[tuple], list[Shape]]:
     """A graph without its tensors, of objects that can be pickled."""
-    numbers = {node: Place(i) for i, node in enumerate(graph.module.graph.nodes)}
+    numbers: dict[fx.Node, Any] = {node: Place(i) for i, node in enumerate(graph.module.graph.nodes)}
     nodes = [
         (node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__))
         for node in graph.module.graph.nodes
@@ -68,7 +69,8 @@ def read(nodes: list[tuple], inputs: list[Shape]) -> RoundGraph:
     for op, target, *given in nodes:
         args, kwargs = fx.node.map_aggregate(given, lambda x: made[x.number] if isinstance(x, Place) else x)
         made.append(graph.create_node(op, target, args, kwargs))
-    return RoundGraph(fx.GraphModule(torch.nn.Module(), graph), inputs, [], None)
+    shapes: Any = inputs  # which say of tensors what a compiler asks
+    return RoundGraph(fx.GraphModule(torch.nn.Module(), graph), shapes, [], None)
 
 
 def _operator(name: str, overload: str) -> torch._ops.OpOverload:

@@ -5,7 +5,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ def compile_now(graph: RoundGraph) -> Compiled:
     """A graph of tensors on any device as a function, which keeps nothing but what Inductor itself does."""
     from torch._inductor import compile
 
-    compiled = _guarded(graph, lambda stand_ins: compile(graph.module, stand_ins))
+    compiled: Any = _guarded(graph, lambda stand_ins: compile(graph.module, list(stand_ins)))
     return lambda inputs: compiled(*inputs)
 
 
@@ -79,7 +79,8 @@ def _compile(graph: RoundGraph, folder: Path) -> Path:
     from torch._inductor import aot_compile  # takes seconds to import
 
     options = OPTIONS | {"aot_inductor.output_path": str(folder)}
-    return Path(_guarded(graph, lambda stand_ins: aot_compile(graph.module, tuple(stand_ins), options=options)))
+    made: Any = _guarded(graph, lambda stand_ins: aot_compile(graph.module, tuple(stand_ins), options=options))
+    return Path(made)
 
 
 def _guarded(graph: RoundGraph, compile: Callable[[list[Tensor]], Result]) -> Result:
@@ -105,8 +106,8 @@ def _stand_ins(graph: RoundGraph) -> tuple[list[Tensor], Callable[[], None]]:
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes)
     ruler, most = torch.empty(graph.inputs[0].shape), len(graph.inputs[0])
-    any_length = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-    out = [mode.from_tensor(ruler, symbolic_context=any_length)]
+    any_length: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    out: list[Any] = [mode.from_tensor(ruler, symbolic_context=any_length)]
     with mode:
         out += [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in graph.inputs[1:]]
     bound = out[0].shape[0].node.expr

@@ -123,7 +123,7 @@ class GraphBuilder:
             return False
         x, dim, index, source = call.args
         memory, whole = self.bases.get(storage_of(x), (None, None))
-        if memory is None or whole.ndim == 1:
+        if memory is None or whole is None or whole.ndim == 1:
             return False
         emit, rows, count, width = self.emit, self.nodes[id(index)], x.shape[dim], whole.shape[1]
         blocks, first = math.prod(x.shape[:dim]), x.storage_offset() // width
@@ -163,7 +163,8 @@ def whole_storage(x: Tensor, width: int) -> Tensor:
     """All memory of x's storage in x's dtype, [rows, width], or [elements] for a width of 1."""
     count = x.untyped_storage().nbytes() // x.element_size()
     shape = (count,) if width == 1 else (count // width, width)
-    return torch.empty(0, dtype=x.dtype, device=x.device).set_(x.untyped_storage(), 0, shape)
+    out: Any = torch.empty(0, dtype=x.dtype, device=x.device)
+    return out.set_(x.untyped_storage(), 0, shape)
 
 
 def row_widths(calls: list[Call]) -> dict[int, int]:

@@ -11,6 +11,7 @@ import time
 from collections import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from specdec.lab.bench.memory import PeakMemory
 from specdec.lab.bench.same_texts import compare_texts
 from specdec.lab.bench.simulated_tau import MARK
 from specdec.lab.output import sentence
+from specdec.model.language_model import LanguageModel
 from specdec.structs import Sampling
 
 Prompts = Callable[[int, int], list[list[int]]]  # trial, tokens of each -> the prompts of this trial
@@ -88,7 +90,7 @@ def text_prompts(texts: list[list[int]], questions: int) -> Prompts:
 class Bench:
     """Runs configurations, with what all of them share."""
 
-    target: object
+    target: LanguageModel
     contenders: dict[str, Callable[[], Contender]]  # how to make each; it is made when first needed, and reused
     prompts: Prompts
     ceiling: float  # bytes/s that the memory moves at best
@@ -113,6 +115,7 @@ class Bench:
     def run(self, configuration: Configuration) -> list[dict]:
         """Return a row for each contender, or one for all if the configuration cannot be."""
         self.configuration = configuration
+        self.rows: dict[str, dict[str, Any]]
         self.rows = {name: {"configuration": configuration.name, "contender": name} for name in self.contenders}
         self.runs: dict[str, list[list[TimedRun]]] = {}  # by contender and trial; without contenders that failed
         try:
@@ -251,7 +254,7 @@ class Bench:
         """Compare speeds with our plain decoding and with the fastest of transformers."""
         speed = {name: rows[name]["tokens_per_second"] for name in measured}
         others = {name: r for name, r in speed.items() if not (self._own(name) or self._accidental(name))}
-        best = max(others, key=others.get) if others else None
+        best = max(others, key=others.__getitem__) if others else None
         for name, rate in speed.items():
             if best is not None:
                 rows[name] |= {"to_transformers": rate / others[best], "fastest_of_transformers": best}

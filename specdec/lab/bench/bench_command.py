@@ -11,6 +11,7 @@ import json
 import sys
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -28,6 +29,7 @@ from specdec.lab.machine import provenance
 from specdec.lab.output import write_json
 from specdec.machine import matmul_precision, set_matmul_precision
 from specdec.model.checkpoint import check_device, choose_dtype
+from specdec.structs import Verifier
 from specdec.text import encode_prompt, read_prompts
 from specdec.trees.spec import tree_of_settings
 from specdec.verify import sample_and_match
@@ -55,8 +57,9 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
 def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     """How to make each contender that the suite names. slots: tokens of the longest text that they will decode."""
     shape, tau = settings.get("shape"), settings["simulate_tau"]
-    verifier, tree = sample_and_match if tau is None else SimulatedTau(tau), tree_of_settings(settings)
-    if tau is not None:
+    tree = tree_of_settings(settings)
+    verifier: Verifier = sample_and_match if tau is None else SimulatedTau(tau)
+    if isinstance(verifier, SimulatedTau):
         verifier.check(tree.steps)
 
     @cache
@@ -73,7 +76,7 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
     known = of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
     for prefix, compiled in (("compiled-", True), ("", False)):
-        ours = {"plain": (), "speculative": (make_drafter, tree, verifier)}
+        ours: dict[str, Any] = {"plain": (), "speculative": (make_drafter, tree, verifier)}
         known = {
             prefix + name: partial(make_ours, target, *parts, compiled=compiled) for name, parts in ours.items()
         } | known
@@ -111,7 +114,7 @@ def title_of(settings: dict, target) -> str:
 
 
 def run(config: DictConfig) -> None:
-    settings = OmegaConf.to_container(config, resolve=True)
+    settings: Any = OmegaConf.to_container(config, resolve=True)
     out, suite = Path(settings["out"]), settings["suite"]
     if out.parent == Path("runs"):  # the default folder of all commands
         out.parent.mkdir(exist_ok=True)
@@ -123,11 +126,11 @@ def run(config: DictConfig) -> None:
     contenders = make_contenders(settings, target, make_drafter, slots)
     prompts, title, ceiling = make_prompts(settings, target), title_of(settings, target), bandwidth(device)
     random = settings.get("shape") is not None
-    result = {"benchmark": title, "simulated": settings["simulate_tau"] is not None}
+    result: dict[str, Any] = {"benchmark": title, "simulated": settings["simulate_tau"] is not None}
     result |= provenance(device) | {"settings": settings, "bandwidth_bytes_per_second": ceiling}
     result["weights"] = "random: only speed means anything" if random else target.name
     rows: list[dict] = []
-    how = {"warmups": suite["warmups"], "trials": suite["trials"], "budget": settings["budget_s"]}
+    how: dict[str, Any] = {"warmups": suite["warmups"], "trials": suite["trials"], "budget": settings["budget_s"]}
     how["configurations"] = len(configurations)
     how |= {"seed": settings["seed"], "random_weights": random}
     how["progress"] = partial(print, file=sys.stderr, flush=True)

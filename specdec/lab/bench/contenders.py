@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,7 +64,8 @@ class _Marks(Observer):
     reads = Reads.TOKENS
 
     def __init__(self, engine: Engine):
-        self.engine, self.times, self.cache_bytes = engine, [], 0
+        self.engine, self.cache_bytes = engine, 0
+        self.times: list[float] = []
 
     def __call__(self, report: RoundReport) -> None:
         self.times.append(time.perf_counter())
@@ -87,7 +89,7 @@ class Ours(Contender):
     ):
         """compiled: compile the rounds (docs/compile.md), on a GPU from torch's operators instead of our kernels."""
         # A simulated tau counts rounds that draft, so no row may abstain.
-        how = {"compile": compiled, "abstain": not isinstance(verifier, SimulatedTau)}
+        how: dict[str, Any] = {"compile": compiled, "abstain": not isinstance(verifier, SimulatedTau)}
         self.operators = torch_operators if compiled and target.device.type == "cuda" else nullcontext
         try:
             with self.operators():
@@ -139,7 +141,7 @@ SHARED = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "rep
 class Transformers(Contender):
     """`generate` of a model of transformers. attention: eager or sdpa; how: further arguments of `generate`."""
 
-    def __init__(self, model: nn.Module, attention: str = "sdpa", assistant: nn.Module | None = None, **how):
+    def __init__(self, model: Any, attention: str = "sdpa", assistant: Any = None, **how):
         self.model, self.attention, self.how = model, attention, how
         self.weights, self.drafts = weight_bytes(model), "prompt_lookup_num_tokens" in how or assistant is not None
         model.generation_config.eos_token_id = None
@@ -151,8 +153,11 @@ class Transformers(Contender):
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         translated(sampling, SHARED, "transformers")
         names = ("repetition_penalty",) if sampling.greedy else SHARED  # they override the generation config
-        how = {"do_sample": not sampling.greedy} | {name: getattr(sampling, name) for name in names} | self.how
-        device, ran = self.model.device, []
+        how: dict[str, Any] = (
+            {"do_sample": not sampling.greedy} | {name: getattr(sampling, name) for name in names} | self.how
+        )
+        device = self.model.device
+        ran: list[Any] = []
         self.model.set_attn_implementation(self.attention)
         ids = torch.tensor([prompt], device=device)
         torch.manual_seed(seed)
@@ -190,7 +195,7 @@ def of_transformers_by_name(
     def compiled() -> Contender:
         from transformers import CompileConfig
 
-        config = CompileConfig()
+        config: Any = CompileConfig()
         config._compile_all_devices = True  # otherwise `generate` compiles on GPUs only
         return Transformers(model(), cache_implementation="static", compile_config=config)
 

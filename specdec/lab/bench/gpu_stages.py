@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from specdec.lab.bench.stages import Stage
 
@@ -122,7 +123,7 @@ class Proof:
             return self.stage(name, seconds, text, out="out={}")
         target, draft = self.pair
         words = f"target={target}", f"draft={draft}", f"prompts={self.work / 'pair' / 'heldout.jsonl'}"
-        how = {"out": "out={}", "result": f"bench_{name}", "needs": self.pair}
+        how: dict[str, Any] = {"out": "out={}", "result": f"bench_{name}", "needs": self.pair}
         return self.stage(name, seconds, text + self.sizes.pair, *words, **how)
 
     @property
@@ -138,8 +139,8 @@ class Proof:
         regenerate = f"-m specdec data regenerate {on_device} {sizes.answers} --target"
         learn = f"-m specdec train device={self.device} drafter=eagle3_1 drafter.draft_vocab_size=null "
         learn += f"drafter.train_head=false data.bad=skip {sizes.drafter}"
-        words = f"target={target}", f"out={self.work / 'draft'}", f"data={answers}/answers*.jsonl"
-        words = *words, "objective.terms={tokens: 1.0}"  # as the demo's
+        paths = f"target={target}", f"out={self.work / 'draft'}", f"data={answers}/answers*.jsonl"
+        words = *paths, "objective.terms={tokens: 1.0}"  # as the demo's
         generate = f"-m specdec generate --compare --json {on_device} {sizes.tau}"
         both = "--target", target, "--draft", draft, "--prompts", folder / "heldout.jsonl"
         asked = target, "--prompts", folder / "prompts.jsonl", "--out", answers / "answers.jsonl"

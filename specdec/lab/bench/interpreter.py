@@ -1,9 +1,9 @@
 """Triton's interpreter, in which kernels run on CPU tensors."""
 
 import os
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
+from typing import Any
 
 
 def use_interpreter() -> None:
@@ -21,9 +21,11 @@ def use_interpreter() -> None:
     # Triton puts functions that interpret in the place of its language's for each launch and each call of a function
     # inside one, and takes them away again, which took a third of a launch's time. Nothing in this process is compiled,
     # so they stay.
-    patch, patched = interpreter._patch_lang, set()
+    kernels: Any = interpreter
+    patch = kernels._patch_lang
+    patched: set[Any] = set()
 
-    def patch_once(function: Callable) -> SimpleNamespace:
+    def patch_once(function: Any) -> SimpleNamespace:
         modules = {id(x) for x in function.__globals__.values() if x is language or x is language.core}
         if not modules or not modules <= patched:
             patch(function)
@@ -39,7 +41,7 @@ def use_interpreter() -> None:
             found[elements] = find(kind)
         return found[elements]
 
-    interpreter._patch_lang, interpreter._get_np_dtype = patch_once, remembered
+    kernels._patch_lang, kernels._get_np_dtype = patch_once, remembered
 
 
 def _mend_bounds(interpreter) -> None:

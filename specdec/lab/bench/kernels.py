@@ -17,7 +17,10 @@ object.
 import argparse
 import json
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,14 +57,16 @@ class Bench:
         if isinstance(case, Exception):
             raise case
         torch.compiler.reset()
-        compiled, start, line = torch.compile(case.eager, dynamic=False), time.perf_counter(), {}
+        compiled, start = torch.compile(case.eager, dynamic=False), time.perf_counter()
+        line: dict[str, Any] = {}
         try:
             compiled()
             wait(self.device)
             line["compile_seconds"] = round(time.perf_counter() - start, 2)
         except Exception as error:  # a benchmark reports a library's failure and continues
             line["compile_seconds"] = sentence(error)
-        times, ways = {}, {"kernel": case.kernel, "eager": case.eager, "compile": compiled}
+        times: dict[str, float] = {}
+        ways = {"kernel": case.kernel, "eager": case.eager, "compile": compiled}
         for name, run in (ways | case.others).items():
             try:
                 seconds = self.seconds(run)
@@ -71,7 +76,7 @@ class Bench:
             rates = {"gb_per_s": case.moved / seconds / 1e9, "tflop_per_s": case.flops / seconds / 1e12}
             share = max(rate / self.ceiling[unit] for unit, rate in rates.items())
             line[name], times[name] = {"us": seconds * 1e6} | rates | {"share_of_ceiling": share}, seconds
-        return rounded(line | {"fastest": min(times, key=times.get) if times else None})
+        return rounded(line | {"fastest": min(times, key=times.__getitem__) if times else None})
 
 
 def rounded(value):
@@ -92,11 +97,11 @@ def benchmark(s: Shapes, nodes: int, context: int, trials: int, path: Path) -> d
     report = Report(path, result)
     for group, make in cases(s, nodes, context).items():
         try:
-            made = make()
+            made: Mapping[str, Any] = make()
         except Exception as error:
             made = {group: error}
         for name, case in made.items():
-            report.add(name, lambda case=case: bench.measure(case), "kernels")
+            report.add(name, partial(bench.measure, case), "kernels")
     return report.content
 
 

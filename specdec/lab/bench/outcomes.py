@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,13 +29,13 @@ class Outcomes:
     def __init__(self, path: Path):
         self.path, self.began, self.written = path, time.time(), 0.0
         self.outcomes: dict[str, str] = {}
-        self.seconds: Counter[str] = Counter()
+        self.seconds: Any = Counter()  # of floats
         self.failures: list[dict] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] += report.duration
         if report.failed:
-            self._fail(report, report.when)
+            self._fail(report, str(report.when))
         elif report.skipped or report.when == "call":
             self.outcomes.setdefault(report.nodeid, report.outcome)
         if report.failed or time.time() - self.written > EVERY:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from multiprocessing import parent_process
+from typing import Any
 
 GGUF = "target.gguf"  # the file that llama.cpp loads
 Timed = tuple[list[int], float, float, list[float]]  # tokens, seconds, seconds of the prefill, seconds of each step
@@ -22,7 +23,8 @@ _session: Session  # of this process
 
 def end_with_parent() -> None:
     """Let this process end when its parent does, however that ends."""
-    threading.Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+    parent: Any = parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def load(session: Callable[..., Session], folder: str, settings: dict) -> None:
@@ -53,8 +55,12 @@ def ctranslate2_session(folder: str, **settings) -> Session:
 
     def session(request: dict) -> Marks:
         marks: Marks = []
-        # The callback's result says whether to stop.
-        how = {"callback": lambda step: bool(marks.append((time.perf_counter(), [step.token_id])))}
+
+        def note(step: Any) -> bool:
+            marks.append((time.perf_counter(), [step.token_id]))
+            return False  # do not stop
+
+        how = {"callback": note}
         generator.generate_batch(include_prompt_in_result=False, end_token=[], **how, **request)
         return marks
 

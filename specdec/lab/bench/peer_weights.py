@@ -7,6 +7,7 @@ llama.cpp's file, and knows the names of its tensors.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from specdec.model.archs import ModelConfig
 from specdec.model.layers import RMSNorm
 from specdec.model.loader import target_parameters
 from specdec.model.rope import Rope
-from specdec.model.target import Target
+from specdec.model.target import SandwichBlock, Target
 
 
 def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
@@ -52,14 +53,18 @@ def fill_specification(decoder, target: Target) -> None:
     """Put the target's parameters into a decoder of CTranslate2's specification."""
     config = target.config
     decoder.scale_embeddings = config.embed_scale is not None  # by the root of the width, as Gemma's
-    pairs = [(decoder.embeddings, target.embed), (decoder.projection, target.head), (decoder.layer_norm, target.norm)]
+    pairs: list[tuple[Any, Any]] = [
+        (decoder.embeddings, target.embed),
+        (decoder.projection, target.head),
+        (decoder.layer_norm, target.norm),
+    ]
     for i, (layer, block) in enumerate(zip(decoder.layer, target.blocks, strict=True)):
         theirs, ours, ffn, mlp = layer.self_attention, block.attention, layer.ffn, block.mlp
         # Not by assignment: the class has no field for Llama 3's factor, which the engine reads.
         vars(theirs).update(attention_values(config, i))
         pairs += [(theirs.linear[0], ours.qkv), (theirs.linear[1], ours.o)]
         pairs += [((ffn.linear_0, ffn.linear_0_noact), mlp.gate_up), (ffn.linear_1, mlp.down)]
-        if config.sandwich_norms:
+        if isinstance(block, SandwichBlock):
             pairs += [(layer.input_layer_norm, block.input_norm), (layer.pre_feedforward_layer_norm, block.post_norm)]
             pairs += [(layer.post_attention_layer_norm, block.attention_norm)]
             pairs += [(layer.post_feedforward_layer_norm, block.mlp_norm)]
@@ -120,7 +125,7 @@ def write_gguf(
     if rope.scaling == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(rope.factor)
-    if name == "gemma3":
+    if name == "gemma3" and config.window is not None and config.local_rope is not None:
         writer.add_sliding_window(config.window)
         writer.add_rope_freq_base_swa(config.local_rope.theta)
     if vocabulary is not None:
@@ -135,7 +140,7 @@ def write_gguf(
     for key, value in tensors(target, name):
         value = value.to(dtype if value.ndim > 1 else torch.float32).contiguous()
         own = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(own, value.view(torch.uint8).numpy(), raw_dtype=kinds[value.dtype])
+        writer.add_tensor(str(own), value.view(torch.uint8).numpy(), raw_dtype=kinds[value.dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -13,6 +13,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -70,7 +71,7 @@ class Peer(Contender):
 
     def load(self, fill: Callable[[Path], object], session: Callable, **settings) -> None:
         """Start a session in a new process, from a temporary folder that `fill` has filled."""
-        how = {"mp_context": get_context("spawn"), "initializer": peer_sessions.end_with_parent}
+        how: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": peer_sessions.end_with_parent}
         self.process = ProcessPoolExecutor(1, **how)
         try:
             with TemporaryDirectory(prefix="specdec-bench-", ignore_cleanup_errors=True) as folder:
@@ -82,7 +83,7 @@ class Peer(Contender):
 
     def ask(self, request: dict, slots: int) -> TimedRun:
         """Decode, with a cache of `slots` tokens."""
-        done = self.process.submit(peer_sessions.decode, request).result()
+        done: Any = self.process.submit(peer_sessions.decode, request).result()
         return TimedRun(*done, slots * self.values * self.cache_dtype.itemsize)
 
     def moved(self, target: Target, context: float) -> float:
@@ -116,8 +117,10 @@ class CTranslate2(Peer):
         self.load(partial(write_ctranslate2, target, self.kind), peer_sessions.ctranslate2_session, **settings)
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        how = {"sampling_topk": 1 if sampling.greedy else 0} | translated(sampling, self.names, self.engine)
-        request = {"start_tokens": [[str(token) for token in prompt]], "max_length": new} | how
+        how: dict[str, Any] = {"sampling_topk": 1 if sampling.greedy else 0} | translated(
+            sampling, self.names, self.engine
+        )
+        request: dict[str, Any] = {"start_tokens": [[str(token) for token in prompt]], "max_length": new} | how
         return self.ask(request, len(prompt) + new - 1)
 
     def details(self) -> dict:
@@ -168,7 +171,13 @@ class LlamaCpp(Peer):
         return name
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        request = {"prompt": prompt, "max_tokens": new, "seed": seed, "stream": True, "cache_prompt": False}
+        request: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": new,
+            "seed": seed,
+            "stream": True,
+            "cache_prompt": False,
+        }
         request |= {"samplers": list(self.order), "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_last_n": self.slots}
         request |= translated(sampling, self.names, self.engine)
         if sampling.greedy:

@@ -12,8 +12,10 @@ Writes one JSON file, again after each part; the last line of the output is the 
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,7 +99,8 @@ class Scene:
 
     def extend(self) -> DraftState:
         self.reset()
-        (_, feats), path = self.verified, self.verdict.path
+        verified: Any = self.verified
+        (_, feats), path = verified, self.verdict.path
         feats = feats.gather(1, path[..., None].expand(-1, -1, feats.shape[-1]))
         return self.drafter.extend(feats, self.verdict.tokens, self.verdict.n, self.bucket + self.round.path)
 
@@ -141,11 +144,14 @@ def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> 
         ms = time(scene.forward(nodes))
         return {"ms": ms} | ({"in_plain_tokens": ms / token} if token else {})
 
+    def timed(run: Callable[[], object]) -> dict:
+        return {"ms": time(run)}
+
     token = report.add("plain", plain).get("ms")
     for nodes in (*(n for n in NODES if n < scene.round.nodes), scene.round.nodes):
         report.add(f"forward of {nodes}", partial(forward, nodes))
     for name, run in ({part: getattr(scene, part) for part in PARTS} | {"round": scene.play}).items():
-        report.add(name, lambda run=run: {"ms": time(run)})
+        report.add(name, partial(timed, run))
 
 
 def measure_loops(report: Report, scene: Scene, new: int, trials: int) -> None:

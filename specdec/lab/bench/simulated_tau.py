@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.sampling.noise import RoundNoise
-from specdec.structs import DraftTree, Sampling, Verdict, Verifier
+from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
 from specdec.verify import sample_and_match
 
 MARK = "SIMULATED"
@@ -50,7 +50,9 @@ class SimulatedTau:
                 f"a simulated tau of {self.tau:g} needs trees of at least {self.tau - 1:g} levels, this one has {steps}"
             )
 
-    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, noise: RoundNoise | None = None) -> Verdict:
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
+    ) -> Verdict:
         true = self.verifier(tree, logits, sampling, noise)
         if self.rounds is None or self.rounds.device != logits.device:
             self.check(tree.steps)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specdec.cli.files import write_whole
 
@@ -107,7 +108,12 @@ def _run(command: list[str], limit: float, cwd: Path | None, log: Path, tick: Ca
 
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # so that the log holds what was done before a kill
     with log.open("wb") as output:
-        how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "process_group": 0}
+        how: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "stdout": output,
+            "stderr": subprocess.STDOUT,
+            "process_group": 0,
+        }
         process = subprocess.Popen(command, cwd=cwd, env=environment, preexec_fn=begin, **how)
         stopped = False
         try:

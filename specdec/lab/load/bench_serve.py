@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
@@ -44,7 +45,7 @@ async def measure(args: argparse.Namespace, prompts: Sequence[str], transport=No
 
     key = args.api_key or os.environ.get(KEY)
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    how = {"timeout": args.timeout, "headers": headers, "limits": httpx2.Limits(max_connections=None)}
+    how: dict[str, Any] = {"timeout": args.timeout, "headers": headers, "limits": httpx2.Limits(max_connections=None)}
     loads = [Load(rate=rate) for rate in args.rate or ()] or [Load(n) for n in args.concurrency or (1, 8, 32)]
     async with httpx2.AsyncClient(base_url=args.server.removesuffix("/v1"), transport=transport, **how) as client:
         model = args.served_model_name or await first_model(client)

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +66,8 @@ def figures_of(answers: Sequence[Answer], seconds: float) -> dict:
         "itl_ms": spread([1e3 * itl for answer in valid for itl in answer.itls]),
         "e2e_ms": spread([1e3 * answer.seconds for answer in valid]),
     }
-    median = found["tpot_ms"] and found["tpot_ms"]["median"]
+    tpot: Any = found["tpot_ms"]
+    median = tpot and tpot["median"]
     return found | {"interactivity": 1e3 / median if median else None}  # tokens per second of one client
 
 

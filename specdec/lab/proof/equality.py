@@ -7,13 +7,14 @@ filters plus the row's noise (`specdec.sampling.noise`). So plain decoding says 
 import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import Sampling, Verifier
@@ -79,7 +80,7 @@ class EqualityProver:
 
     def __init__(
         self,
-        target: Target,
+        target: LanguageModel,
         prompts: list[list[int]],
         max_new_tokens: int,
         sampling: Sampling | None = None,
@@ -90,7 +91,11 @@ class EqualityProver:
         self.plain = [self._decode(Engine(target), number).tokens for number in range(len(prompts))]
 
     def _decode(self, engine: Engine, number: int):
-        how = {"max_new_tokens": self.max_new_tokens, "sampling": self.sampling, "seed": [(self.seed, number)]}
+        how: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "sampling": self.sampling,
+            "seed": [(self.seed, number)],
+        }
         return engine.generate([self.prompts[number]], **how).rows[0]
 
     def prove(self, drafter: Drafter, tree: TreePolicy, verifier: Verifier) -> EqualityProof:
@@ -148,6 +153,6 @@ class EqualityProver:
         return pair <= drawn
 
     @cached_property
-    def _reference(self) -> Target:
+    def _reference(self) -> LanguageModel:
         """The target in a finer dtype. It is made at the first mismatch, since most proofs need none."""
         return copy.deepcopy(self.target).to(FINER.get(self.target.dtype, torch.float64))

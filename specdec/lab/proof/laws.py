@@ -21,7 +21,7 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
 from specdec.lab.proof.equality import SLACK
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
@@ -143,9 +143,10 @@ def exact_distance(verifier: Verifier, sampling: Sampling) -> float:
     weights = p[tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)
     outcomes, weights = outcomes[weights > 0], weights[weights > 0]
     parts = tokens, parents, depth, ancestors_of(parents, 2)
-    rows = DraftTree(*(x.expand(len(outcomes), *x.shape[1:]) for x in parts), 2)
+    one, two, three, four = (x.expand(len(outcomes), *x.shape[1:]) for x in parts)
+    rows = DraftTree(one, two, three, four, 2)
     logits = F.one_hot(outcomes, VOCAB).float()
-    verdict = verifier(rows, logits, Sampling())
+    verdict = verifier(rows, logits, Sampling(), None)
     law = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     first, second, alone = verdict.tokens[:, 0], verdict.tokens[:, 1], verdict.n == 1
     law.index_put_((first[~alone], second[~alone]), weights[~alone], accumulate=True)
@@ -172,7 +173,7 @@ class SampledProof:
 
 
 def prove_sampled(
-    target: Target,
+    target: LanguageModel,
     drafter: Drafter,
     tree: TreePolicy,
     verifier: Verifier,
@@ -201,7 +202,7 @@ def prove_sampled(
 
 
 @torch.inference_mode()
-def _places(target: Target, row: Sequence, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, int]:
+def _places(target: LanguageModel, row: Sequence, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, int]:
     text = torch.tensor([row.prompt + row.tokens], device=target.device)
     logits = target(text, None)[0][0, len(row.prompt) - 1 : -1].float().cpu()
     tokens = torch.tensor(row.tokens)[:, None]

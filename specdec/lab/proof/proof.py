@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from math import isnan
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from rich.table import Table
@@ -14,7 +14,7 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.lab.proof.equality import SLACK, EqualityProof, EqualityProver
 from specdec.lab.proof.laws import LawProof, SampledProof, exact_distance, prove_law, prove_sampled, significance
 from specdec.lab.proof.rollback import RollbackProof, prove_rollback
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.structs import DraftTree, Sampling, Verdict, Verifier
 from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.trees.spec import describe
@@ -37,7 +37,7 @@ class OneInAThousand:
         self.likeliest_only, self.couples = inner.likeliest_only, inner.couples
         self.generator = torch.Generator().manual_seed(0)
 
-    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Sampling, noise=None) -> Verdict:
+    def __call__(self, tree: DraftTree, logits: Tensor, sampling: Any, noise=None) -> Verdict:
         verdict = self.inner(tree, logits, sampling, noise)
         refused = verdict.n == 1  # the first drafts among them
         self.owed += self.rate * verdict.n.sum().item()
@@ -88,14 +88,14 @@ def fits(verifier: Verifier, tree: TreePolicy) -> bool:
     return (tree.samples or not verifier.needs_q) and (tree.topk == 1 or not verifier.chains_only)
 
 
-def trees_for(target: Target, drafter: Drafter) -> list[TreePolicy]:
+def trees_for(target: LanguageModel, drafter: Drafter) -> list[TreePolicy]:
     depth = drafter.deepest(5)
     chains_only = target.chains_only or drafter.chains_only
     return [Chain(depth)] if chains_only else [DynamicTree(4, depth), Chain(depth)]
 
 
 def prove(
-    target: Target,
+    target: LanguageModel,
     drafters: dict[str, Drafter],
     prompts: list[list[int]],
     *,
@@ -171,7 +171,7 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
         [how, p.cases, p.states, p.logits, p.rounded, p.astray, f"{p.largest:.1e}"] for how, p in proof.rollback
     ]
     exact = [[*case, f"{distance:.1e}"] for *case, distance in proof.exact]
-    parts = [
+    parts: list[tuple[str, list[str], list, str]] = [
         (
             "Text against plain decoding of the same seed, token for token",
             ["drafter", "tree", "sampling", "tokens", "rounds", "identical", "ties", "bugs"],

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 
 DRAFTS = 4  # of a round
 LONGEST = 48  # tokens of a prompt
@@ -106,7 +106,7 @@ def play(target, acts: Script) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
 
 
 def prove_rollback(
-    target: Target, prompts: Sequence[list[int]], *, drafts: int = DRAFTS, together: bool = True, seed: int = 0
+    target: LanguageModel, prompts: Sequence[list[int]], *, drafts: int = DRAFTS, together: bool = True, seed: int = 0
 ) -> RollbackProof:
     """Try every number of accepted drafts, 0 to drafts - 1, on prompts of token ids. together: in one ragged batch, and
     not one by one.

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from specdec.cli.terminal import console
 from specdec.lab.proof.equality import ComparedTexts, EqualityProver, Mismatch
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.remote import Completion, Remote, in_order
 
 TOP = 5  # most likely tokens that a server is asked for
@@ -36,7 +36,9 @@ class ServerProof(ComparedTexts):
         return f"No bug found: {summary}{ties}."
 
 
-def against_engine(server: Remote, target: Target, prompts: list[list[int]], new: int, at_once: int = 4) -> ServerProof:
+def against_engine(
+    server: Remote, target: LanguageModel, prompts: list[list[int]], new: int, at_once: int = 4
+) -> ServerProof:
     """Compare a server's texts with plain decoding of the same weights here. Raises ValueError if it returns no ids."""
     prover = EqualityProver(target, prompts, new)
     said = list(in_order(lambda prompt: server.complete(prompt, new, logprobs=0), prompts, at_once))
@@ -79,7 +81,7 @@ def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, re
     found = Mismatch(number, position, str(names[0]), str(names[1]), float("inf"), 0.0, False)
     if reference.tokens is None or not reference.top:
         return found
-    again = {}
+    again: dict[str, float] = {}
     for place in sorted({position * i // (PROBES - 1) for i in range(PROBES)}):
         more = plain.complete(prompt + reference.tokens[:place], 1, logprobs=TOP)
         again = more.top[0] if more.top else {}
@@ -87,13 +89,15 @@ def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, re
         found.error = max([found.error, *(abs(again[name] - reference.top[place][name]) for name in shared)])
     if set(names) <= set(again):
         found.margin = abs(again[names[0]] - again[names[1]])
-        found.leading = set(sorted(again, key=again.get)[-2:]) == set(names)
+        found.leading = set(sorted(again, key=again.__getitem__)[-2:]) == set(names)
     return found
 
 
 def _ends(answer: Completion, reference: Completion, length: int) -> tuple[str, str]:
     """Return the next token of each text at the end of the shorter one, in words."""
-    return tuple("the end" if len(_tokens(x)) == length else str(_tokens(x)[length]) for x in (reference, answer))
+    first, second = (_tokens(x) for x in (reference, answer))
+    ends = ["the end" if len(x) == length else str(x[length]) for x in (first, second)]
+    return ends[0], ends[1]
 
 
 def _note_drift(proof: ServerProof, answer: Completion, tokens: list, logprobs: list[float] | None) -> None:
@@ -106,7 +110,7 @@ def _note_drift(proof: ServerProof, answer: Completion, tokens: list, logprobs: 
 
 
 @torch.inference_mode()
-def _logprobs(target: Target, prompt: list[int], tokens: list[int]) -> list[float]:
+def _logprobs(target: LanguageModel, prompt: list[int], tokens: list[int]) -> list[float]:
     """Log-probabilities of the tokens after a prompt, under the target's softmax."""
     ids = torch.tensor([prompt + tokens], device=target.device)
     logits = target(ids, None)[0][0, len(prompt) - 1 : -1].float()

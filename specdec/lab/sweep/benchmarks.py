@@ -11,9 +11,10 @@ import string
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from specdec.engine.engine import Engine, Result
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.structs import Sampling
 from specdec.text import clean, encode_chat
 from specdec.training.data.sources import Record, read_records
@@ -72,9 +73,9 @@ def load_benchmark(
     for key, value in (("limit", limit), ("turns", turns)):
         if value is not None and value < 1:
             raise ValueError(f"benchmark.{key} must be at least 1, got {value}")
-    for key, value, known in (("bad", bad, ("error", "skip")), ("pick", pick, ("spread", "first"))):
-        if value not in known:
-            raise ValueError(f"benchmark.{key} must be {known[0]} or {known[1]}, got {value!r}")
+    for key, word, known in (("bad", bad, ("error", "skip")), ("pick", pick, ("spread", "first"))):
+        if word not in known:
+            raise ValueError(f"benchmark.{key} must be {known[0]} or {known[1]}, got {word!r}")
     _fields_of(form)
     records = read_records(path, split=split, subset=subset, streaming=streaming)
     questions, skipped = [], 0
@@ -111,9 +112,9 @@ def _turns(row: dict, form: str | None, record: Record) -> tuple[Sequence[str], 
     if _texts(row.get("turns")):
         return row["turns"], None
     fields = _fields_of(form)
-    if fields and all(isinstance(row.get(name), str) for name in fields):
+    if form is not None and fields and all(isinstance(row.get(name), str) for name in fields):
         return [form.format_map(row).strip()], None
-    prompt = row.get("prompt")
+    prompt: Any = row.get("prompt")
     if isinstance(prompt, str) or _texts(prompt):
         return [prompt] if isinstance(prompt, str) else prompt, None
     if "conversations" in row or "messages" in row:
@@ -152,7 +153,7 @@ def _with_own_ids(questions: list[Question]) -> list[Question]:
 class Dialogue:
     """One question while it is answered, in the target's chat template, or raw: turns and answers as one text."""
 
-    target: Target
+    target: LanguageModel
     question: Question
     raw: bool
     template: dict  # further variables of the chat template
@@ -188,7 +189,7 @@ class Dialogue:
         return self.asked == len(self.question.turns)
 
 
-def template_settings(target: Target, raw: bool, thinking: bool | None) -> tuple[bool, dict]:
+def template_settings(target: LanguageModel, raw: bool, thinking: bool | None) -> tuple[bool, dict]:
     """(raw, variables of the chat template), for prompts that are raw where there is no template.
 
     Raises ValueError if the template has no switch for thinking and one is asked for."""
@@ -238,7 +239,7 @@ def converse(
             if not fitting:
                 break
             name([d.question.id for d in dialogues], [d.question.category for d in dialogues])
-            how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "observer": observer}
+            how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "observer": observer}
             result = engine.generate([ids for _, ids in fitting], seed=[(seed, d.number) for d in dialogues], **how)
             results.append(result)
             for dialogue, row in zip(dialogues, result.rows, strict=True):

@@ -4,6 +4,7 @@ import math
 from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from specdec.engine.engine import Engine, Result
 from specdec.engine.sequence import Sequence
 from specdec.engine.traces import acceptance_by_depth, interval_of, tau, tau_interval
 from specdec.lab.traces.metrics import Interval
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt
 from specdec.trees.spec import describe
@@ -99,7 +100,7 @@ def ratio(a: Tally, b: Tally) -> tuple[float, Interval]:
 
 
 def decode_in_turn(
-    target: Target,
+    target: LanguageModel,
     prompts: abc.Sequence[Prompt],
     ways: dict[str, ComparedWay],
     *,
@@ -124,7 +125,12 @@ def decode_in_turn(
     tallies = {name: Tally(torch.zeros(len(prompts), 3, dtype=torch.float64)) for name in engines}
 
     def run(number: int, engine: Engine) -> Result:
-        how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": [(seed, number)], "raw": raw}
+        how: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "sampling": sampling,
+            "seed": [(seed, number)],
+            "raw": raw,
+        }
         return answer(engine, prompts[number], **how).result
 
     for engine in engines.values():

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -63,7 +64,7 @@ def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> l
         settings, target, lambda: load_drafter(drafter["draft"], target, **maps), min(ENGINE_PROMPT + new, context)
     )
     texts = text_prompts([encode_prompt(target, text, settings["raw"]) for text in prompts], 1)
-    how = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
+    how: dict[str, Any] = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
     bench = Bench(target, made, texts, bandwidth(target.device), **how, progress=partial(print, file=sys.stderr))
     return bench.run(Configuration(f"prompts of {ENGINE_PROMPT} tokens", ENGINE_PROMPT, new))
 
@@ -76,21 +77,27 @@ def run(config: DictConfig) -> None:
     if config.max_new_tokens < 2:  # there would be no rates to compare
         raise ValueError("max_new_tokens must be at least 2: the first token comes from the prefill")
     prompts = read_prompts(Path(config.prompts))[: config.limit]
-    settings = OmegaConf.to_container(config, resolve=True)
+    settings: Any = OmegaConf.to_container(config, resolve=True)
     entries = entries_of(settings)
     out = output_folder(config.out)
     sampling = instantiate(config.sampling)
     if config.compile and config.device.startswith("cuda"):
         ops.use("torch")  # Inductor makes its own of torch's operators
     target = load_some(config, config.device, whole=True)
-    how = {name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")}
+    how: dict[str, Any] = {
+        name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")
+    }
     how["tree"] = tree_of_settings(settings)
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second
-    how = "greedy" if sampling.greedy else sampling
+    drawn = "greedy" if sampling.greedy else sampling
     name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
-    title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {how}"
-    result = {"plain_tokens_per_second": rate, "scores": [asdict(s) for s in scores], "verdict": found.verdict}
+    title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {drawn}"
+    result: dict[str, Any] = {
+        "plain_tokens_per_second": rate,
+        "scores": [asdict(s) for s in scores],
+        "verdict": found.verdict,
+    }
     if settings["with"]:
         result["engines"] = with_engines(settings, target, next(iter(entries.values())), prompts)
     try:

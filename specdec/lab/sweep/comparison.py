@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -28,7 +28,7 @@ from specdec.drafters.formats import load_drafter
 from specdec.lab.models import own_names, read_entry, short_name
 from specdec.lab.sweep.compare import PARTS, ComparedWay, Score, Tally, decode_in_turn, ratio
 from specdec.lab.traces.metrics import Interval, entry
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.schema import named_arguments
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, as_prompts
@@ -111,7 +111,10 @@ class Comparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        how = {"inline_styles": True, "code_format": '<pre style="white-space: pre; line-height: 1.1">{code}</pre>'}
+        how: dict[str, Any] = {
+            "inline_styles": True,
+            "code_format": '<pre style="white-space: pre; line-height: 1.1">{code}</pre>',
+        }
         return f"{self._recorded().export_html(**how)}<p>{html.escape(self.verdict)}</p>"
 
     def print(self) -> None:
@@ -122,7 +125,8 @@ class Comparison:
     def _table(self) -> Table:
         table = Table(title=f"plain decoding: {self.plain_tokens_per_second:.0f} tokens/s")
         for column, justify in COLUMNS.items():
-            table.add_column(column, justify=justify)
+            side: Any = justify
+            table.add_column(column, justify=side)
         for s in self.scores:
             parts = s.milliseconds_a_round
             claim = "yes" if s.lossless else f"NO: {s.rule}"
@@ -173,14 +177,15 @@ def _bars(axis: "Axes", values: list[float], intervals: list[Interval], colour: 
     axis.barh(range(len(values)), values, color=colour, xerr=error_bars(known), ecolor="#555555", capsize=2)
     axis.axvline(1, color="grey", linewidth=0.8)
     for place, one in enumerate(known):
-        axis.text(one["high"] or one["value"], place, f"  {one['value']:.2f}", va="center", zorder=3,
+        end: Any = one["high"] or one["value"]
+        axis.text(end, place, f"  {one['value']:.2f}", va="center", zorder=3,
                   bbox={"facecolor": "white", "edgecolor": "none", "pad": 0})  # fmt: skip
     axis.margins(x=0.15)
 
 
 @named_arguments
 def compare(
-    target: Target | str | Path,
+    target: LanguageModel | str | Path,
     drafts: str | Drafter | abc.Sequence | Mapping,
     prompts: Prompt | abc.Sequence[Prompt],
     *,
@@ -223,13 +228,13 @@ def compare(
     """
     check_types(max_new_tokens=max_new_tokens, seed=seed, raw=raw, trials=trials, compile=compile, sampling=sampling)
     check_prompts(prompts, "compare(target, drafts, prompts)")
-    sampling = as_sampling(sampling, words)
+    sampling = cast(Sampling | None, as_sampling(sampling, words))
     target, batch = as_target(target), as_prompts(prompts)
     if not batch:
         raise ValueError("no prompt was given")
-    given = {"tree": tree, "verifier": verifier, "token_map": token_map, "compile": compile}
+    given: dict[str, Any] = {"tree": tree, "verifier": verifier, "token_map": token_map, "compile": compile}
     ways = {name: way_of(name, entry, target, given) for name, entry in named(drafts).items()}
-    how = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed, "raw": raw}
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed, "raw": raw}
     off = None if progress is None else not progress
     with tqdm(total=len(batch) * trials, desc="prompts", mininterval=1.0, disable=off) as bar:
         tallies, scores = decode_in_turn(
@@ -259,13 +264,13 @@ def _name(entry: object, whole: bool) -> str:
     return type(entry).__name__
 
 
-def way_of(name: str, entry: object, target: Target, given: dict) -> ComparedWay:
+def way_of(name: str, entry: object, target: LanguageModel, given: dict) -> ComparedWay:
     """What an entry describes; `given` has what holds where it says nothing. Raises ValueError for an unknown field."""
-    entry = given | read_entry(entry, FIELDS, f"entries.{name}")
+    entry: Any = given | read_entry(entry, FIELDS, f"entries.{name}")
     drafter, rule, tree = entry["draft"], entry["verifier"], entry["tree"]
     check_drafter(drafter)
     if not isinstance(drafter, Drafter):
         drafter = load_drafter(drafter, target, token_map=entry["token_map"])
     tree = instantiate(tree) if isinstance(tree, Mapping) else as_tree(tree, drafter)
     rule = make_verifier(**rule) if isinstance(rule, Mapping) else as_verifier(rule)
-    return ComparedWay(drafter, tree, rule, entry["compile"])
+    return ComparedWay(drafter, cast(TreePolicy, tree), rule, entry["compile"])

@@ -5,6 +5,7 @@ where there is nothing to show. Bars at points are 95 % intervals over questions
 """
 
 import math
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -14,7 +15,7 @@ from specdec.lab.figure_style import WIDTH, error_bars, looks_of, stacked_bars, 
 from specdec.lab.sweep.store import best, by_drafter, tau, tree_name
 
 MOST_BARS = 24
-DASHED = {"color": "#999999", "linewidth": 0.8, "linestyle": (0, (4, 3))}
+DASHED: dict[str, Any] = {"color": "#999999", "linewidth": 0.8, "linestyle": (0, (4, 3))}
 
 Results = list[dict]
 
@@ -76,7 +77,12 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
     by = by_drafter(points)
     for name, mine in by.items():
         values = [tau(r)["value"] for r in mine]
-        how = {"linestyle": "none", "capsize": 2, "elinewidth": 0.8, "yerr": error_bars([tau(r) for r in mine])}
+        how: dict[str, Any] = {
+            "linestyle": "none",
+            "capsize": 2,
+            "elinewidth": 0.8,
+            "yerr": error_bars([tau(r) for r in mine]),
+        }
         left.errorbar([r["nodes_a_round"] for r in mine], values, label=name, **how, **looks_of(name, by))
         right.errorbar([_ms(timings[r["key"]]) for r in mine], values, label=name, **how, **looks_of(name, by))
     left.set(xlabel="nodes verified a round, root counted", ylabel="tau: tokens a round")
@@ -85,7 +91,11 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
     xs, ys, _ = zip(*front, strict=True)
     right.plot(xs, ys, color="#444444", linewidth=1, zorder=1, label="front")
     for x, y, r in front:
-        how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
+        how: dict[str, Any] = {
+            "bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0},
+            "zorder": 5,
+            "fontsize": 7.5,
+        }
         right.annotate(tree_name(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", **how)
     left.margins(0.12)
     right.margins(0.18)
@@ -113,7 +123,7 @@ def _equal_speed(axis: Axes, speeds: list[float]) -> None:
     for speed in sorted({min(speeds), max(speeds)}):
         axis.plot([0, x1], [0, speed * x1 / 1e3], **DASHED, zorder=0)
         x = min(x1, 1e3 * y1 / speed)
-        label = {"ha": "right", "va": "bottom"} if x == x1 else {"ha": "left", "va": "bottom"}
+        label: dict[str, Any] = {"ha": "right", "va": "bottom"} if x == x1 else {"ha": "left", "va": "bottom"}
         axis.annotate(f"{speed:.0f} tokens/s", (x, speed * x / 1e3), color="#666666", fontsize=7.5, **label)
     axis.set_xlim(max(x0, 0), x1)
     axis.set_ylim(y0, y1)

@@ -13,8 +13,8 @@ from specdec.api import load_drafter
 from specdec.cli.revision import code_digest
 from specdec.contracts import Drafter
 from specdec.lab.models import read_entry, short_name
+from specdec.model.language_model import LanguageModel
 from specdec.model.names import SMALL_FILES, bundled, resolve
-from specdec.model.target import Target
 from specdec.model.weight_files import weight_files
 from specdec.trees.base import shape_in
 
@@ -56,7 +56,7 @@ class Draft:
         weights = f"{weights} {own.digest(code)}" if own.is_own(code) else weights
         return {"weights": weights, "token_map": token_map, "feedback": self.feedback}
 
-    def load(self, target: Target) -> Drafter:
+    def load(self, target: LanguageModel) -> Drafter:
         return load_drafter(self.path, target, token_map=self.token_map, feedback=self.feedback)
 
 
@@ -78,7 +78,10 @@ class SweepPoint:
 
 def tree_settings(tree: str) -> dict[str, int | bool | None]:
     """A tree among the settings of a point, on which keys depend. A chain has no num_draft_tokens there."""
-    topk, steps, nodes = shape_in(tree, "(?:block )?")
+    shape = shape_in(tree, "(?:block )?")
+    if shape is None:
+        raise ValueError(f"{tree!r} is no tree of topk/steps/num_draft_tokens")
+    topk, steps, nodes = shape
     kind = {"block": True} if tree.startswith("block") else {}
     return {"topk": topk, "steps": steps, "num_draft_tokens": None if topk == 1 else nodes} | kind
 

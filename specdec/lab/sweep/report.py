@@ -7,6 +7,7 @@ file.
 import base64
 import io
 from collections.abc import Callable
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -93,9 +94,13 @@ def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict
         arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
         if (made := svg_and_png(make, *arguments)) is not None:
             file = output_folder(out / FIGURES) / f"{number}-{name}.png"
-            write_whole(file, lambda staging, png=made[1]: staging.write_bytes(png))
+            write_whole(file, partial(_write, made[1]))
             drawn.append({"title": title, "svg": Markup(made[0]), "caption": caption})
     return drawn
+
+
+def _write(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
 
 
 def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:

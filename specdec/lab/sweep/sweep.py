@@ -11,6 +11,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from specdec.lab.sweep.store import done, point_folder, write_point
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
 from specdec.lab.traces.metrics import summary
 from specdec.machine import matmul_precision
-from specdec.model.target import Target
+from specdec.model.language_model import LanguageModel
 from specdec.recording import Text
 from specdec.structs import Sampling, Verifier
 from specdec.threads import full_threads
@@ -40,7 +41,7 @@ from specdec.trees.spec import make_tree, parse_tree
 class Sweep:
     """Measures points. Its fields are what all points share."""
 
-    target: Target
+    target: LanguageModel
     target_identity: str
     benchmark: Benchmark
     out: Path
@@ -139,15 +140,23 @@ class Sweep:
             return Engine(self.target, drafter, Chain(1))
         described = point.settings["tree"]
         numbers = described["topk"], described["steps"], described["num_draft_tokens"]
-        tree = parse_tree(point.tree) if "block" in described else make_tree(*numbers, sample_draft=self.sample_draft)
+        tree = (
+            parse_tree(str(point.tree)) if "block" in described else make_tree(*numbers, sample_draft=self.sample_draft)
+        )
         return Engine(self.target, drafter, tree, self.verifier)
 
     def _decode(self, token: int) -> str:
         return self.target.tokenizer.decode([token])
 
     def _converse(self, engine: Engine, questions: list[Question], **how) -> tuple[list[Result], int]:
-        same = {"sampling": self.sampling, "seed": self.seed, "raw": self.raw, "template": self.template}
-        return converse(engine, questions, **{"max_new_tokens": self.max_new_tokens} | same | how)
+        same: dict[str, Any] = {
+            "sampling": self.sampling,
+            "seed": self.seed,
+            "raw": self.raw,
+            "template": self.template,
+        }
+        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens} | same | how
+        return converse(engine, questions, **given)
 
     def _some(self, count: int) -> list[Question]:
         """So many of the questions, spread evenly over them; all of them if there are no more."""
@@ -185,15 +194,17 @@ class Sweep:
         }
         if engine.drafter is not None:
             covered = coverage(rows, engine.drafter, self._decode)
-            found["diagnostics"] |= {"calibration": calibration(rows), "coverage": covered} | self._probe(engine)
+            found["diagnostics"] |= {"calibration": calibration(rows), "coverage": covered} | self._probe(
+                engine, engine.drafter
+            )
             found["examples"] = examples(rows, self._decode)
         write_point(self.out, point, found, times(results), recorder if self.traces else None)
 
-    def _probe(self, engine: Engine) -> dict:
+    def _probe(self, engine: Engine, drafter: Drafter) -> dict:
         """What traces do not hold, from a few questions decoded once more."""
         if not self.probe:
             return {}
-        probe = Probe(engine.drafter)
+        probe = Probe(drafter)
         for question in self._some(self.probe):
             self._converse(Engine(self.target, probe, engine.policy, engine.verifier), [question], observer=probe)
         return {"norms": probe.norms(), "entropy": probe.entropy()}
@@ -201,7 +212,8 @@ class Sweep:
     def _best_tree(self, point: SweepPoint, engine: Engine) -> None:
         """Measure acceptance by depth and rank along plain answers to some of the questions, and find the trees that
         make the most of it."""
-        wanted, drafter = point.settings["best_tree"], engine.drafter
+        wanted: dict[str, Any] = point.settings["best_tree"]
+        drafter: Any = engine.drafter
         chosen = self._some(wanted["questions"])
         results, _ = self._converse(Engine(self.target), chosen)
         rows = [row for result in results for row in result.rows if len(row.tokens) > 1]

@@ -8,6 +8,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
@@ -62,7 +63,8 @@ def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, in
 
         def progress(point: SweepPoint, what: str) -> None:
             if what.startswith("skipped"):
-                tqdm.write(f"{point.draft.name} {point.tree} {what}", file=sys.stderr)
+                name = point.draft.name if point.draft else "plain"
+                tqdm.write(f"{name} {point.tree} {what}", file=sys.stderr)
             counts[what.split(":")[0]] += 1
             bar.update()
 
@@ -71,7 +73,7 @@ def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, in
 
 
 def run(config: DictConfig) -> None:
-    settings = OmegaConf.to_container(config, resolve=True)
+    settings: Any = OmegaConf.to_container(config, resolve=True)
     out = Path(config.out)
     with no_empty_folder(out):
         check_folder(out, resume=True)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ def calibration(rows: Rows, bins: int = 10) -> dict:
 
 def _examined(r: TracedRound) -> Iterator[tuple[float, bool]]:
     """(probability under the drafter given its parent, was it accepted?) of each child of an accepted node."""
-    path, parents, logq = set(r.path), r.tree.parents.tolist(), r.tree.logq.tolist()
+    tree: Any = r.tree  # which every caller has looked for
+    path, parents, logq = set(r.path), tree.parents.tolist(), tree.logq.tolist()
     for node in range(1, len(parents)):
         own = logq[node] - logq[parents[node]]
         if parents[node] in path and not math.isnan(own):
@@ -68,7 +70,8 @@ def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: i
     """
     said = Counter(token for row in rows for token in row.tokens)
     total = sum(said.values())
-    known = drafter.vocab.contains().tolist()
+    vocab: Any = drafter.vocab
+    known = vocab.contains().tolist()
     if said and max(said) >= len(known):
         raise ValueError(
             f"token {max(said)} is beyond the {len(known)} of the target: the trace belongs to another target"
@@ -98,15 +101,16 @@ def examples(rows: Rows, decode: Callable[[int], str]) -> list[dict]:
 
 
 def _example(row: TracedRow, r: TracedRound, decode: Callable[[int], str]) -> dict:
-    parents, logq = r.tree.parents.tolist(), r.tree.logq.tolist()
+    tree: Any = r.tree
+    parents, logq = tree.parents.tolist(), tree.logq.tolist()
     own = [math.exp(min(q - logq[parent], 0.0)) for q, parent in zip(logq, parents, strict=True)]
     return {
         "question": row.question,
         "context": r.context,
-        "tokens": [decode(token) for token in r.tree.tokens.tolist()],
+        "tokens": [decode(token) for token in tree.tokens.tolist()],
         "parents": parents,
         "draft": [None if math.isnan(q) else round(q, 4) for q in own],
-        "target": [round(p, 4) for p in r.tree.logp.exp().tolist()],
+        "target": [round(p, 4) for p in tree.logp.exp().tolist()],
         "path": r.path,
         "bonus": decode(r.emitted[-1]) if len(r.emitted) == len(r.path) else None,
     }

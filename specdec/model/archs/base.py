@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.model.config_fields import head_shape
 from specdec.model.layers import check_heads
@@ -64,7 +65,7 @@ def read_common(config: dict, **differences) -> ModelConfig:
     if activation not in ACTIVATION_NAMES:
         raise NotNative(f"activation {activation!r} is not native")
     heads = head_shape(config, **{key: differences[key] for key in ("head_dim",) if key in differences})
-    fields = {
+    fields: dict[str, Any] = {
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
         "intermediate": config["intermediate_size"],

@@ -205,7 +205,7 @@ def launch(
     assert keys.stride(3) == q.stride(3) == 1
     assert ancestors is None or ancestors.stride(2) == 1
     wide, windowed = max(16, triton.next_power_of_2(dim)), window is not None
-    by_depth = windowed and depth is not None
+    depth = depth.contiguous() if windowed and depth is not None else None
     rows, block = _tile_sizes(groups * n, wide, q.element_size())
     tiles = triton.cdiv(groups * n, rows)
     if splits is None:
@@ -217,11 +217,11 @@ def launch(
     lse = out if splits == 1 else q.new_empty(b, n, heads, splits, dtype=torch.float32)
     see = (lens, 0, 0) if ancestors is None else (ancestors, *ancestors.stride()[:2])
     _tree_attention[(tiles, b * kv_heads, splits)](
-        q, keys, values, lens, see[0], depth.contiguous() if by_depth else lens, parts, lse, *q.stride()[:3],
+        q, keys, values, lens, see[0], lens if depth is None else depth, parts, lse, *q.stride()[:3],
         *keys.stride()[:3], *see[1:], n, nodes, kv_heads, dim**-0.5 if scale is None else scale,
         window or 0,
         GROUPS=groups, DIM=dim, PARTS=splits > 1, CAUSAL=ancestors is None, WINDOW=windowed,
-        DEPTH=by_depth, ROWS=rows, BLOCK=block,
+        DEPTH=depth is not None, ROWS=rows, BLOCK=block,
         D=wide, num_warps=8 if q.element_size() == 4 else 4, num_stages=3,
     )  # fmt: skip
     if splits > 1:

@@ -103,7 +103,7 @@ FLAGS = MODELS | SAMPLING | TREE | RULE | {
     # How
     "no_draft": Flag("decode without a drafter", bool),
     "no_graphs": Flag("on a GPU: do not replay rounds as CUDA graphs", bool),
-    "compile": Flag("compile the rounds: once, and kept (docs/compile.md)", bool),
+    "compile": Flag("compile the rounds and cache them (docs/compile.md)", bool),
     "settings": Flag("YAML of flags, as specdec tune writes; typed flags override it", Path),
     "recalibrate": Flag("for --tree auto: measure again what rounds cost here", bool),
     "adaptive": Flag("draft by the load: table, ema, survival"),

@@ -29,7 +29,7 @@ def run(config: DictConfig) -> None:
 
 
 def prepare(words: Sequence[str]) -> list[str]:
-    """Return the words as Hydra reads them, with the command behind -- as a setting. Raises ValueError if there is no
+    """Return the words as Hydra reads them, with the command after -- as a setting. Raises ValueError if there is no
     command, no number of jobs, or no such launcher."""
     if "--" not in words or words[-1] == "--":
         raise ValueError(

@@ -42,7 +42,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser. It refuses an empty text, as an unset variable of the shell leaves behind, a number that is
+    """argparse's parser. It refuses an empty text, as of an unset variable of the shell, a number that is
     none, one outside of `Limits`, and a flag that it does not know, with the nearest one."""
 
     def parse_args(self, args=None, namespace=None):

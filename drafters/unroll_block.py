@@ -1,4 +1,4 @@
-"""The blocks after many rows of a text at once, for training and for the doctor.
+"""The blocks after many rows of a text at once, for training and for `specdec checkpoint check`.
 
 Row t of a text has the target's features of token t, and token t+1. The block of a `BlockDrafter` after
 row t has token t+1 as its anchor, sees the context of rows 0..t of its own document, and nothing of other blocks.

@@ -44,11 +44,6 @@ def rates(text: str) -> list[float]:
     return found
 
 
-def names(text: str) -> list[str]:
-    """Read 'a,b' as ['a', 'b']."""
-    return [part.strip() for part in text.split(",")]
-
-
 MODELS = {
     "target": Flag("folder or hub name of the target (default: demo/target)"),
     "draft": Flag("folder, hub name, demo/NAME, ngram or ngram:suffix (default: the target's bundled one)"),

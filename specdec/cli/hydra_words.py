@@ -1,6 +1,5 @@
 """The words of a command with settings of Hydra: the names that all commands share, values quoted, lists as 1,4."""
 
-import difflib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from specdec import registry
 from specdec.cli.flags import FLAGS, MEANT
+from specdec.cli.parser import nearest_flags
 
 HYDRA_FLAGS = (  # of which argparse takes the beginning too
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
@@ -62,9 +62,8 @@ def _is_hydras(word: str) -> bool:
 def _check_name(name: str, flag: str, known: Sequence[str]) -> None:
     if name.partition(".")[0] in {*known, *registry.GROUPS}:
         return
-    near = [MEANT[name]] if MEANT.get(name) in known else difflib.get_close_matches(name, known, 2)
-    said = f"there is {' and '.join('--' + n.replace('_', '-') for n in near)}" if near else "--help lists all"
-    raise ValueError(f"there is no flag {flag}; {said}")
+    near = " and ".join(nearest_flags(flag, [f"--{one.replace('_', '-')}" for one in known]))
+    raise ValueError(f"there is no flag {flag}; {f'there is {near}' if near else '--help lists all'}")
 
 
 def _value(name: str, own: Mapping, rest: list[str]) -> str:

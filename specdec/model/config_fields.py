@@ -92,7 +92,7 @@ class ConfigFields:
     transformer_layer_config: dict | None = None
 
 
-# Numbers with which a checkpoint can be opened but not computed with: the doctor reports them, and
+# Numbers with which a checkpoint can be opened but not computed with: `specdec checkpoint` reports them, and
 # tries others (`specdec.drafters.formats.base.shape_faults`).
 DIAGNOSED = (
     "rope_theta",

@@ -14,9 +14,10 @@ import shlex
 from pathlib import Path
 
 from specdec.acceptance import FILE, Acceptance, AlongTexts
-from specdec.cli.files import write_text
+from specdec.cli.files import check_writable, write_text
 from specdec.lab.models import load_models, read_encoded
 from specdec.lab.output import stage
+from specdec.model.names import resolve
 from specdec.structs import Sampling
 from specdec.trees.optimal import TEMPERATURES, expected_tau, optimal_paths
 from specdec.trees.record import answers_to, record
@@ -30,6 +31,9 @@ def show(along: AlongTexts) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    kept = resolve(args.draft) / FILE if args.keep else None
+    if kept is not None:
+        check_writable(kept)
     target, drafter = load_models(args)
     if args.topk > drafter.vocab.size:
         raise ValueError(f"topk is {args.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
@@ -50,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
     accept, along = found[args.temperature].table(), found[args.temperature]
     paths = optimal_paths(accept, args.num_draft_tokens)
     try:
-        if args.keep:
-            write_text(Path(args.draft) / FILE, Acceptance(tuple(found.values()), about).as_text())
+        if kept is not None:
+            write_text(kept, Acceptance(tuple(found.values()), about).as_text())
         if args.out is not None:
             write_tree(args.out, paths, f"Of {about}: see specdec/lab/replay/optimal_tree.py")
     finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
@@ -64,8 +68,8 @@ def run(args: argparse.Namespace) -> None:
         )
         pair = [w for name in ("target", "draft") if (value := getattr(args, name)) for w in (f"--{name}", value)]
         print(f"wrote {args.out}: specdec generate {shlex.join([*pair, '--tree', str(args.out)])}")
-    if args.keep:
-        print(f"wrote {Path(args.draft) / FILE}")
+    if kept is not None:
+        print(f"wrote {kept}")
 
 
 def write_tree(file: Path, paths: list[tuple[int, ...]], comment: str) -> None:

@@ -158,7 +158,7 @@ def generate(
 
 def _generate(target: Any, prompts: Any, drafter: Any, tree: Any, adaptive: Any, **given: Any) -> Generation:
     """`generate`. Whatever can be checked without the models is checked before they are loaded."""
-    check_types(**given)
+    check_types(tree=tree, **given)
     check_prompts(prompts, "generate(target, prompts, drafter)")
     check_drafter(drafter)
     words = {f.name: given.pop(f.name) for f in fields(Sampling)}

@@ -31,7 +31,7 @@ ROOMS = [
     ],
     ["specdec.cli.hydra_settings", "specdec.cli.hydra_parts"],
     ["specdec.cli.flags"],
-    ["specdec.cli.parser"],
+    ["specdec.cli.parser", "specdec.cli.hydra_words"],
     ["specdec.ops"],
     ["specdec.model"],
     ["specdec.sampling"],

@@ -8,6 +8,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import own, registry
+from specdec.cli.hydra_words import quoted
 from specdec.contracts import Drafter
 from specdec.drafters.formats.further import family_at
 from specdec.drafters.vocab import DraftVocab, fitting_size, most_frequent
@@ -66,33 +67,24 @@ def build_drafter(config: DictConfig, target: LanguageModel, samples: list[Sampl
     return drafter
 
 
-FLAGS = {"--from": "from", "--data": "data.path"}  # the two of `specdec train --from CHECKPOINT --data FILE`
+def bare(value: str) -> str:
+    """The value of a word without its quotation marks."""
+    return value.strip("'\"")
 
 
 def from_checkpoint(words: list[str]) -> list[str]:
-    """The words of a command, with the settings that from=CHECKPOINT or --from CHECKPOINT stands for: the drafter as it
-    was saved, and the objective of its family unless another is given.
+    """The words of a command, with the settings that from=CHECKPOINT stands for: the drafter as it was saved, and the
+    objective of its family unless another is given.
 
     Raises:
         ValueError: There is no such drafter, it does not learn, or a setting describes another one.
     """
-    words = list(words)
-    for flag, name in FLAGS.items():
-        while flag in words[:-1]:
-            at = words.index(flag)
-            words[at : at + 2] = [f"{name}={quoted(words[at + 1])}"]
     given = [word.partition("=") for word in words]
-    path = next((value.strip("'\"") for name, _, value in given if name == "from"), None)
+    path = next((bare(value) for name, _, value in given if name == "from"), None)
     if path is None or path == "null":
         return words
     for name, _, value in given:
         if name.lstrip("+~").partition(".")[0] == "drafter":
-            raise ValueError(f"from={path} takes the drafter as it was saved: leave out {name}={value}")
+            raise ValueError(f"from={path} takes the drafter as it was saved: leave out {name}={bare(value)}")
     objective = [] if any(name == "objective" for name, _, _ in given) else [f"objective={family_at(path).objective}"]
     return [*words, "drafter=saved", f"drafter.path={quoted(path)}", *objective]
-
-
-def quoted(text: str) -> str:
-    """A text as the value of a word, whatever signs are in it."""
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'

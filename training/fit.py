@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec.cli.hydra_parts import own_parts
 from specdec.cli.hydra_settings import check_settings, settings_errors
+from specdec.cli.hydra_words import quoted
 from specdec.contracts import Drafter
 from specdec.drafters.formats import load_drafter
 from specdec.registry import CONF
@@ -120,9 +121,9 @@ def _configured(settings: Mapping[str, Any]):
 
 
 def _word(value: Any) -> str:
-    """A value as a word of Hydra holds it, which reads JSON."""
+    """A value as a word of Hydra holds it."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_word, value))}]"
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{name}:{_word(inner)}' for name, inner in value.items())}}}"
-    return json.dumps(str(value), ensure_ascii=False) if isinstance(value, str | Path) else json.dumps(value)
+    return quoted(str(value)) if isinstance(value, str | Path) else json.dumps(value)

@@ -40,7 +40,7 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
             has = f"has {' and '.join(known)}" if known else "has no settings"
             raise ValueError(f"the verifier {name!r} {has}, and no {setting!r}")
     for setting in fields(registry.target("verifier", name)):
-        if setting.name in settings:
+        if isinstance(settings.get(setting.name), str | bool | list):
             check_value(setting, settings[setting.name], setting.name)
     return registry.make("verifier", name, **settings)
 

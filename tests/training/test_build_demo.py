@@ -141,7 +141,7 @@ def test_all_stages(target_path, tmp_path, monkeypatch):
     words = ["--small", small, "--conversations", tmp_path / "c.jsonl", "--books", tmp_path / "b.jsonl"]
     words += ["--bench", tmp_path / "p.jsonl", "--work", tmp_path / "work", "--out", tmp_path / "demo", "--eager"]
     words += ["--sizes", 96, 100, "--tokens", 1280, "--less-steps", 1, "--answers", 12, "trainer.steps=2"]
-    words += ["data.heldout=4", "trainer.batch_tokens=512", "trainer.decode_every=null", "drafter.intermediate_size=64"]
+    words += ["data.heldout=4", "trainer.batch_tokens=512", "trainer.decode_every=null"]
     monkeypatch.setattr(sys, "argv", ["build_demo.py", *map(str, words)])
     build_demo.main()
     report = json.loads((tmp_path / "demo" / "report.json").read_text())

@@ -36,7 +36,7 @@ def test_every_kind_can_be_trained_further(target_path, drafter_path, tmp_path, 
         save_drafter(tiny_drafter(target, kind=kind), folder, target)
     given = load_drafter(folder, target)
     words = from_checkpoint([f"from={folder}", "out=x"])
-    assert words[2:] == ["drafter=saved", f'drafter.path="{folder}"', f"objective={objective}"]
+    assert words[2:] == ["drafter=saved", f"drafter.path='{folder}'", f"objective={objective}"]
     drafter = build_drafter(settings("saved", path=str(folder)), target, [], 0)
     assert kind != "eagle3" or torch.equal(drafter.vocab.ids, given.vocab.ids)
     assert (type(drafter), drafter.taps, drafter.shape) == (type(given), given.taps, given.shape)
@@ -61,11 +61,7 @@ def test_a_head_that_was_not_trained_stays_so(target_path, tmp_path):
 
 def test_words_that_describe_another_drafter_are_refused(drafter_path):
     assert from_checkpoint(["out=x", "from=null"]) == ["out=x", "from=null"]
-    assert from_checkpoint([f"from={drafter_path}", "objective=lk"])[-1] == f'drafter.path="{drafter_path}"'
-    assert from_checkpoint(["--from", str(drafter_path), "--data", "a b"])[:2] == [
-        f'from="{drafter_path}"',
-        'data.path="a b"',
-    ]
+    assert from_checkpoint([f"from={drafter_path}", "objective=lk"])[-1] == f"drafter.path='{drafter_path}'"
     for word in ("drafter=mtp", "drafter.taps=[1,2,3]", "+drafter.taps=[1,2,3]"):
         with pytest.raises(ValueError, match="takes the drafter as it was saved: leave out"):
             from_checkpoint([f"from={drafter_path}", word])

@@ -47,7 +47,7 @@ def heat_maps(points: Results) -> Figure | None:
         row[0].set_ylabel("steps")
     for axis in axes[-1]:
         axis.set_xlabel("num_draft_tokens")
-    figure.colorbar(image, ax=axes, label="tau", shrink=0.8)
+    figure.colorbar(image, ax=axes, label="tau: tokens per round", shrink=0.8)
     return figure
 
 
@@ -79,19 +79,38 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
         how = {"linestyle": "none", "capsize": 2, "elinewidth": 0.8, "yerr": error_bars([tau(r) for r in mine])}
         left.errorbar([r["nodes_a_round"] for r in mine], values, label=name, **how, **looks_of(name, by))
         right.errorbar([_ms(timings[r["key"]]) for r in mine], values, label=name, **how, **looks_of(name, by))
-    left.set(xlabel="nodes verified a round, root counted", ylabel="tau: tokens a round")
-    right.set_xlabel("ms a round")
+    left.set(xlabel="nodes verified per round, root counted", ylabel="tau: tokens per round")
+    left.xaxis.get_major_locator().set_params(integer=True)
+    right.set_xlabel("milliseconds per round")
     front = pareto([(_ms(timings[r["key"]]), tau(r)["value"], r) for r in points])
     xs, ys, _ = zip(*front, strict=True)
     right.plot(xs, ys, color="#444444", linewidth=1, zorder=1, label="front")
-    for x, y, r in front:
-        how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
-        right.annotate(tree_name(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", **how)
     left.margins(0.12)
     right.margins(0.18)
+    _label(right, [(x, y, f"{r['names']['draft']}, {tree_name(r)}") for x, y, r in front])
     _equal_speed(right, [1e3 * y / x for x, y, _ in front])
     left.legend(loc="lower right")
     return figure
+
+
+def _label(axis: Axes, points: list[tuple[float, float, str]]) -> None:
+    """Write a text next to each point (x, y, text), on a side where no other text is. Limits must be final."""
+    how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
+    size = axis.figure.get_size_inches() * 72  # in points; an axis takes less than half of the width
+    (x0, x1), (y0, y1) = axis.get_xlim(), axis.get_ylim()
+    taken: list[tuple[float, float, float, float]] = []
+    for x, y, text in points:
+        left, up = (x - x0) / (x1 - x0) * size[0] * 0.42, (y - y0) / (y1 - y0) * size[1] * 0.8
+        wide = 4.6 * len(text)
+        for side, dy in ((-1, 6), (1, -12), (1, 6), (-1, -12), (-1, 18), (1, -24), (-1, 30), (1, -36)):
+            start = left + (5 if side > 0 else -5 - wide)
+            box = (start, start + wide, up + dy, up + dy + 11)
+            inside = box[0] >= 0 and box[1] <= size[0] * 0.42 and box[2] >= 0
+            if inside and not any(a < box[1] and box[0] < b and c < box[3] and box[2] < d for a, b, c, d in taken):
+                taken.append(box)
+                ha = "left" if side > 0 else "right"
+                axis.annotate(text, (x, y), xytext=(5 * side, dy), textcoords="offset points", ha=ha, **how)
+                break
 
 
 def _ms(timing: dict) -> float:
@@ -127,7 +146,7 @@ def depth(points: Results) -> Figure | None:
         entries = [e for e in r["by_depth"]["acceptance_by_depth"] if e["value"] is not None]
         places = [d + 0.06 * (i - (len(chosen) - 1) / 2) for d in range(1, len(entries) + 1)]
         axis.errorbar(places, [e["value"] for e in entries], error_bars(entries), capsize=2, **looks)
-    axis.set(xlabel="depth d", ylabel="accepted to depth d, of all rounds", ylim=(0, 1))
+    axis.set(xlabel="depth d", ylabel="share of all rounds that accepted d or more", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axis.legend()
@@ -147,8 +166,8 @@ def categories(points: Results) -> Figure | None:
         values, bars = [e["value"] for e in entries], error_bars(entries)
         axis.errorbar(values, places, xerr=bars, linestyle="none", capsize=2, **looks)
     axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlabel("tau")
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_xlabel("tau: tokens per round")
     figure.legend(loc="outside upper right", ncols=2)
     return figure
 
@@ -189,8 +208,8 @@ def diagnostics(points: Results) -> Figure | None:
         )  # fmt: skip
     axes[0, 0].plot([0, 1], [0, 1], **DASHED)
     titles = ("Calibration", "Entropy", "Hidden state", "Context")
-    xs = ("probability under the drafter", "entropy, nats", "draft step", "tokens before the round")
-    ys = ("share accepted", "share accepted", "norm, to that of step 0", "tau")
+    xs = ("probability under the drafter", "entropy in nats", "draft step", "tokens before the round")
+    ys = ("share accepted", "share accepted", "norm relative to draft step 0", "tau: tokens per round")
     for axis, title, x, y in zip(axes.flat, titles, xs, ys, strict=True):
         axis.set(title=title, xlabel=x, ylabel=y)
     axes[0, 1].plot([], [], color="#555555", label="of the target")

@@ -87,29 +87,34 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
     right.plot(xs, ys, color="#444444", linewidth=1, zorder=1, label="front")
     left.margins(0.12)
     right.margins(0.18)
-    _label(right, [(x, y, f"{r['names']['draft']}, {tree_name(r)}") for x, y, r in front])
+    drawn = [(_ms(timings[r["key"]]), tau(r)["value"]) for r in points]
+    _label(right, [(x, y, f"{r['names']['draft']}, {tree_name(r)}") for x, y, r in front], drawn)
     _equal_speed(right, [1e3 * y / x for x, y, _ in front])
     left.legend(loc="lower right")
     return figure
 
 
-def _label(axis: Axes, points: list[tuple[float, float, str]]) -> None:
-    """Write a text next to each point (x, y, text), on a side where no other text is. Limits must be final."""
+def _label(axis: Axes, points: list[tuple[float, float, str]], drawn: list[tuple[float, float]]) -> None:
+    """Write a text next to each point (x, y, text), where no other text or marker is. Limits must be final."""
     how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
     size = axis.figure.get_size_inches() * 72  # in points; an axis takes less than half of the width
     (x0, x1), (y0, y1) = axis.get_xlim(), axis.get_ylim()
-    taken: list[tuple[float, float, float, float]] = []
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return (x - x0) / (x1 - x0) * size[0] * 0.42, (y - y0) / (y1 - y0) * size[1] * 0.8
+
+    taken = [(left - 4, left + 4, up - 4, up + 4) for left, up in (place(*point) for point in drawn)]
     for x, y, text in points:
-        left, up = (x - x0) / (x1 - x0) * size[0] * 0.42, (y - y0) / (y1 - y0) * size[1] * 0.8
-        wide = 4.6 * len(text)
-        for side, dy in ((-1, 6), (1, -12), (1, 6), (-1, -12), (-1, 18), (1, -24), (-1, 30), (1, -36)):
+        (left, up), wide = place(x, y), 4.6 * len(text)
+        for side, dy in ((-1, 6), (1, -12), (1, 6), (-1, -12), (-1, 18), (1, -24), (-1, 30), (1, -36), (1, -48)):
             start = left + (5 if side > 0 else -5 - wide)
             box = (start, start + wide, up + dy, up + dy + 11)
             inside = box[0] >= 0 and box[1] <= size[0] * 0.42 and box[2] >= 0
             if inside and not any(a < box[1] and box[0] < b and c < box[3] and box[2] < d for a, b, c, d in taken):
                 taken.append(box)
-                ha = "left" if side > 0 else "right"
-                axis.annotate(text, (x, y), xytext=(5 * side, dy), textcoords="offset points", ha=ha, **how)
+                far = {"arrowprops": {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6}} if abs(dy) > 12 else {}
+                far |= {"ha": "left" if side > 0 else "right"}
+                axis.annotate(text, (x, y), xytext=(5 * side, dy), textcoords="offset points", **how, **far)
                 break
 
 

@@ -246,7 +246,8 @@ def _states_along(
         yield start + n, state
         at = (start + n)[:, None].clamp(max=texts.shape[1] - 2)
         absorbed = None if feats is None else feats.gather(1, at[..., None].expand(-1, -1, feats.shape[-1]))
-        state = drafter.extend(absorbed, texts.gather(1, at + 1), (n + 1 < count).long(), first + n + 1)
+        most = min(first + n + 1, texts.shape[1] - 1)  # the row that starts last need not have the most roots
+        state = drafter.extend(absorbed, texts.gather(1, at + 1), (n + 1 < count).long(), most)
 
 
 def _levels_along(drafter: Drafter, first: DraftState, tokens: Tensor) -> Iterator[DraftState]:

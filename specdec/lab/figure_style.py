@@ -67,7 +67,7 @@ def stacked_bars(axis: Axes, parts: dict[str, list[float]], **how) -> list[float
         if any(widths):
             axis.barh(range(len(widths)), widths, left=ends, label=part, color=PART_COLOURS[part], **how)
         ends = [end + width for end, width in zip(ends, widths, strict=True)]
-    axis.set_xlabel("ms a round")
+    axis.set_xlabel("milliseconds per round")
     return ends
 
 

@@ -1,11 +1,13 @@
 """Tables fit their terminal."""
 
 import io
+import os
 
 import pytest
 from rich.table import Table
 
-from specdec.cli.terminal import console, print_table, terminal_width
+from specdec.cli import terminal
+from specdec.cli.terminal import console, print_table
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
@@ -24,8 +26,15 @@ def test_a_table_is_no_wider_than_the_terminal(width, monkeypatch):
 
 def test_the_width_without_a_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("os.get_terminal_size", lambda stream: (_ for _ in ()).throw(OSError))
-    assert terminal_width() is None
+    sizes = []
+
+    def size(stream: int) -> os.terminal_size:
+        if not sizes:
+            raise OSError
+        return os.terminal_size((sizes[0], 24))
+
+    monkeypatch.setattr(os, "get_terminal_size", size)
+    assert terminal.terminal_width() is None
     assert console(123).width == 123
-    monkeypatch.setattr("os.get_terminal_size", lambda stream: type("Size", (), {"columns": 71}))
-    assert console(123).width == 71
+    sizes.append(71)  # `| tee` leaves the other streams at the terminal
+    assert terminal.terminal_width() == 71

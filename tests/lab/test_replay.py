@@ -189,3 +189,13 @@ def test_what_cannot_be_replayed(target, drafter):
         "3 levels deep, but 2 were recorded": lambda: recording.replay(DynamicTree(2, 3, 5)),
         "SampledTree cannot be replayed": lambda: recording.replay(SampledTree([1])),
     })  # fmt: skip
+
+
+def test_the_text_that_starts_last_may_have_the_fewest_roots(target):
+    """Its row has ended when the others draft on, and no place after the longest text is read."""
+    texts = [Text([3, 5, 7, 9] * 5, [1, 2]), Text([8], [2, 6, 2, 6] * 4)]
+    for kind in ("lookup", "suffix", "eagle3"):
+        drafter = tiny_drafter(target, draft_vocab=8) if kind == "eagle3" else DRAFTERS[kind](target)
+        both = record(target, drafter, texts, steps=3)
+        alone = [record(target, drafter, [text], steps=3).tensors["ranks"] for text in texts]
+        assert torch.equal(both.tensors["ranks"], torch.cat(alone)), kind

@@ -131,14 +131,14 @@ WRONG = "[...document.querySelectorAll('.wrong')].map(box => box.textContent)"
 def test_a_chat_in_a_browser(pair, tmp_path):
     """Text as it is decoded alone, drafted tokens in colour, figures, a second turn, plain decoding, errors."""
     question = [{"role": "user", "content": "The lazy dog"}]
-    expected = solo(pair[0], question, 60)
+    expected = solo(pair[0], question, 40)
 
     def use(tab, url):
         tab.size(1000, 700)
         tab.open(url)
         tab.until("at('model').textContent.startsWith('tiny, drafted by')")
         assert "3/3/9" in tab.run("at('tree').textContent")
-        tab.run("at('tokens').value = 60")
+        tab.run("at('tokens').value = 40")
         send(tab, question[0]["content"])
         assert tab.run(SHOWN) == [expected.text]
         drafted = tab.run("document.querySelectorAll('.drafted').length")
@@ -150,11 +150,12 @@ def test_a_chat_in_a_browser(pair, tmp_path):
         assert re.search(r"tokens/s\s*\d+", figures)
         send(tab, "And now?")
         turns = [*question, {"role": "assistant", "content": expected.text}, {"role": "user", "content": "And now?"}]
-        assert tab.run(SHOWN)[1] == solo(pair[0], turns, 60).text
+        assert tab.run(WRONG) == []
+        assert tab.run(SHOWN)[1] == solo(pair[0], turns, 40).text
         tab.run("at('clear').click(); at('steps').value = 0; at('format').value = 'plain'; at('seed').value = 7")
         tab.run("at('temperature').value = 1.3")
         send(tab, "The quick")
-        assert tab.run(SHOWN) == [solo(pair[0], "The quick", 60, seed=(7, 0), temperature=1.3).text]
+        assert tab.run(SHOWN) == [solo(pair[0], "The quick", 40, seed=(7, 0), temperature=1.3).text]
         assert tab.run("document.querySelectorAll('.text .drafted').length") == 0
         tab.run("at('tokens').max = 1000; at('tokens').value = 1000")
         send(tab, "The quick")

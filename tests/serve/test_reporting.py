@@ -150,7 +150,7 @@ REFUSED = [
     ({"steps": -1}, "speculative.steps must be greater than or equal to 0, got -1"),
     ({"off": 1}, "speculative.off must be a valid boolean, got 1"),
     ({"off": True, "steps": 1}, "speculative.off contradicts speculative.steps"),
-    ({"depth": 1}, "speculative has no 'depth'; it has off, steps"),
+    ({"depth": 1}, "speculative has no 'depth'; it has off, report, steps"),
     ([], "speculative must be a valid dictionary, got []"),
 ]
 

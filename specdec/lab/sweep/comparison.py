@@ -154,7 +154,7 @@ class Comparison:
             figure.suptitle(title)
             _bars(left, [s.tau for s in scores], [s.tau_interval for s in scores], COLOURS[0])
             _bars(middle, [s.ratio_to_plain for s in scores], [s.ratio_interval for s in scores], COLOURS[2])
-            left.set_xlabel("tau: tokens a round")
+            left.set_xlabel("tau: tokens per round")
             middle.set_xlabel("speed, times plain decoding")
             left.set_yticks(range(len(scores)), [s.name + ("" if s.lossless else "\n(lossy)") for s in scores])
             left.invert_yaxis()

@@ -48,7 +48,7 @@ def heat_maps(points: Results) -> Figure | None:
         row[0].set_ylabel("steps")
     for axis in axes[-1]:
         axis.set_xlabel("num_draft_tokens")
-    figure.colorbar(image, ax=axes, label="tau", shrink=0.8)
+    figure.colorbar(image, ax=axes, label="tau: tokens per round", shrink=0.8)
     return figure
 
 
@@ -85,23 +85,43 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
         }
         left.errorbar([r["nodes_a_round"] for r in mine], values, label=name, **how, **looks_of(name, by))
         right.errorbar([_ms(timings[r["key"]]) for r in mine], values, label=name, **how, **looks_of(name, by))
-    left.set(xlabel="nodes verified a round, root counted", ylabel="tau: tokens a round")
-    right.set_xlabel("ms a round")
+    left.set(xlabel="nodes verified per round, root counted", ylabel="tau: tokens per round")
+    left.xaxis.get_major_locator().set_params(integer=True)
+    right.set_xlabel("milliseconds per round")
     front = pareto([(_ms(timings[r["key"]]), tau(r)["value"], r) for r in points])
     xs, ys, _ = zip(*front, strict=True)
     right.plot(xs, ys, color="#444444", linewidth=1, zorder=1, label="front")
-    for x, y, r in front:
-        how: dict[str, Any] = {
-            "bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0},
-            "zorder": 5,
-            "fontsize": 7.5,
-        }
-        right.annotate(tree_name(r), (x, y), xytext=(-5, 6), textcoords="offset points", ha="right", **how)
     left.margins(0.12)
     right.margins(0.18)
+    drawn = [(_ms(timings[r["key"]]), tau(r)["value"]) for r in points]
+    _label(right, [(x, y, f"{r['names']['draft']}, {tree_name(r)}") for x, y, r in front], drawn)
     _equal_speed(right, [1e3 * y / x for x, y, _ in front])
     left.legend(loc="lower right")
     return figure
+
+
+def _label(axis: Axes, points: list[tuple[float, float, str]], drawn: list[tuple[float, float]]) -> None:
+    """Write a text next to each point (x, y, text), where no other text or marker is. Limits must be final."""
+    how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
+    size = axis.figure.get_size_inches() * 72  # in points; an axis takes less than half of the width
+    (x0, x1), (y0, y1) = axis.get_xlim(), axis.get_ylim()
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return (x - x0) / (x1 - x0) * size[0] * 0.42, (y - y0) / (y1 - y0) * size[1] * 0.8
+
+    taken = [(left - 4, left + 4, up - 4, up + 4) for left, up in (place(*point) for point in drawn)]
+    for x, y, text in points:
+        (left, up), wide = place(x, y), 4.6 * len(text)
+        for side, dy in ((-1, 6), (1, -12), (1, 6), (-1, -12), (-1, 18), (1, -24), (-1, 30), (1, -36), (1, -48)):
+            start = left + (5 if side > 0 else -5 - wide)
+            box = (start, start + wide, up + dy, up + dy + 11)
+            inside = box[0] >= 0 and box[1] <= size[0] * 0.42 and box[2] >= 0
+            if inside and not any(a < box[1] and box[0] < b and c < box[3] and box[2] < d for a, b, c, d in taken):
+                taken.append(box)
+                far = {"arrowprops": {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6}} if abs(dy) > 12 else {}
+                far |= {"ha": "left" if side > 0 else "right"}
+                axis.annotate(text, (x, y), xytext=(5 * side, dy), textcoords="offset points", **how, **far)
+                break
 
 
 def _ms(timing: dict) -> float:
@@ -137,7 +157,7 @@ def depth(points: Results) -> Figure | None:
         entries = [e for e in r["by_depth"]["acceptance_by_depth"] if e["value"] is not None]
         places = [d + 0.06 * (i - (len(chosen) - 1) / 2) for d in range(1, len(entries) + 1)]
         axis.errorbar(places, [e["value"] for e in entries], error_bars(entries), capsize=2, **looks)
-    axis.set(xlabel="depth d", ylabel="accepted to depth d, of all rounds", ylim=(0, 1))
+    axis.set(xlabel="depth d", ylabel="share of all rounds that accepted d or more", ylim=(0, 1))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
     axis.legend()
@@ -157,8 +177,8 @@ def categories(points: Results) -> Figure | None:
         values, bars = [e["value"] for e in entries], error_bars(entries)
         axis.errorbar(values, places, xerr=bars, linestyle="none", capsize=2, **looks)
     axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
-    axis.set_xlabel("tau")
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_xlabel("tau: tokens per round")
     figure.legend(loc="outside upper right", ncols=2)
     return figure
 
@@ -199,8 +219,8 @@ def diagnostics(points: Results) -> Figure | None:
         )  # fmt: skip
     axes[0, 0].plot([0, 1], [0, 1], **DASHED)
     titles = ("Calibration", "Entropy", "Hidden state", "Context")
-    xs = ("probability under the drafter", "entropy, nats", "draft step", "tokens before the round")
-    ys = ("share accepted", "share accepted", "norm, to that of step 0", "tau")
+    xs = ("probability under the drafter", "entropy in nats", "draft step", "tokens before the round")
+    ys = ("share accepted", "share accepted", "norm relative to draft step 0", "tau: tokens per round")
     for axis, title, x, y in zip(axes.flat, titles, xs, ys, strict=True):
         axis.set(title=title, xlabel=x, ylabel=y)
     axes[0, 1].plot([], [], color="#555555", label="of the target")

@@ -11,13 +11,13 @@ COLUMNS = {  # of the table of points: heading -> is it a number?
     "tree": False,
     "tau": True,
     "95 %": True,
-    "accepted to depth 1, 2, ..., of all rounds": False,
+    "accepted to depth 1, 2, ..., % of all rounds": False,
     "draft, verify: ms a round": True,
     "tokens/s": True,
     "to plain": True,
     "identical": True,
 }
-OPTIONAL = ("draft, verify: ms a round", "95 %", "accepted to depth 1, 2, ..., of all rounds")
+OPTIONAL = ("draft, verify: ms a round", "95 %", "accepted to depth 1, 2, ..., % of all rounds")
 
 
 def decoded(group: list[dict]) -> list[dict]:
@@ -83,7 +83,7 @@ def _cells(r: dict, timing: dict, base: float | None) -> list[str]:
         "" if plainly else tree_name(r),
         f"{tau['value']:.2f}",
         "" if tau["low"] is None or plainly else f"{tau['low']:.2f}–{tau['high']:.2f}",
-        " ".join(f"{100 * share:.0f}" for share in rates) + (" %" if rates else ""),
+        " ".join(f"{100 * share:.0f}" for share in rates),
         f"{spent['draft']:.2f}, {spent['verify']:.2f}",
         f"{rate:.0f}",
         f"{rate / base:.2f}" if base else "",

@@ -32,14 +32,14 @@ WHY = (
     "drafts. Larger markers hold more tokens. Hidden state: what the drafter feeds back to itself, mean and the range "
     "from the 10th to the 90th percentile. Entropy and hidden states are of a few questions decoded once more."
 )
-BEST = "Each drafter's point with the greatest tau."
+BEST = "Each drafter's point with the greatest tau. Bars: 95 % intervals over questions."
 DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function, caption
     "tau": ("tau by tree", figures.heat_maps, "One scale of colour. A dash: no such tree, or not measured."),
     "cost": (
         "tau against cost",
         figures.cost,
         "Right: the points for which no other costs as little and gives more are joined and named; dashed, lines of "
-        "equal speed.",
+        "equal speed. Bars: 95 % intervals over questions.",
     ),
     "parts": ("Time of a round", figures.parts, "Fastest first. Prefill is left out."),
     "depth": (

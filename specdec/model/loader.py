@@ -122,8 +122,7 @@ def load_target(
         target = load_native(str(path), raw, config, *held, weights, place, allow_nonfinite)
     if is_wrapped(raw):
         print(f"note: {path}: it reads and writes text only; what sees or hears is left out", file=sys.stderr)
-    target.eval().name = str(path)
-    target.eos = read_eos(folder, raw)
+    target.eval().name, target.eos = str(path), read_eos(folder, raw)
     note_generation(folder, str(path))
     if tokenizer:
         target.tokenizer = load_tokenizer(folder) if tokenizer is True else tokenizer

@@ -20,13 +20,11 @@ demo: $(VENV)/.installed
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
 	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 test-all: $(VENV)/.tested
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
 	$(RUN) -m pytest --numprocesses auto --dist worksteal --whole
 
 lint: $(VENV)/.tested

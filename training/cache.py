@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, ListConfig
@@ -176,7 +176,7 @@ def checksum(tensors: dict[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(tensors):
         digest.update(name.encode())
-        digest.update(memoryview(tensors[name].contiguous().view(torch.uint8).numpy()))
+        digest.update(memoryview(cast(Any, tensors[name].contiguous().view(torch.uint8).numpy())))
     return digest.hexdigest()
 
 

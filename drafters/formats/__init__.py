@@ -266,10 +266,8 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
     """The drafter that is no checkpoint of a family: n-grams, or a draft model; None if it is one."""
     if not isinstance(path, str | os.PathLike):
         return draft_model.create(target, path=cast(Any, path), allow_nonfinite=allow_nonfinite)
-    if (drafter := ngram.from_name(str(path), target)) is not None:
-        return drafter
-    if (drafter := from_code(str(path), target)) is not None:
-        return drafter
+    if (named := ngram.from_name(str(path), target) or from_code(str(path), target)) is not None:
+        return named
     folder = resolve(path)
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
     if mtp_inside.recognise(config, held) or pard.recognise(config, held):  # then it is loaded for more than itself

@@ -21,8 +21,8 @@ def run(args: argparse.Namespace) -> None:
     """One of the four commands `specdec checkpoint NAME`."""
     name = args.command.split()[1]
     if name == "inspect":
-        report = description.inspect(args.draft)
-        print(json.dumps(report) if args.json else description.as_text(report))
+        found = description.inspect(args.draft)
+        print(json.dumps(found) if args.json else description.as_text(found))
     elif name == "check":
         report = _check(args)
         print(json.dumps(verdict.as_json(report)) if args.json else verdict.as_text(report))

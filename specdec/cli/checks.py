@@ -29,13 +29,13 @@ CONTRADICTIONS = (
     (("prove",), "server", ("draft", "self_test"), ": a server has its own drafter"),
 )
 # Commands, flags, and the one that they need.
-NEEDS = (
+NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("generate",), ("limit",), "prompts"),
     (("generate",), ("logprobs",), "json"),
     (("prove", "data regenerate"), ("plain_server", "served_model_name"), "server"),
 )
 # Commands, and flags of which one at least is given; True if one alone.
-ONE_OF = (
+ONE_OF: tuple[tuple[tuple[str, ...], tuple[str, ...], bool], ...] = (
     (("generate",), ("prompt", "prompts", "chat"), True),
     (("data count",), ("data", "text"), False),
     (("tune tree",), ("keep", "out"), False),
@@ -92,8 +92,8 @@ def _check_together(name: str, args: argparse.Namespace) -> None:
         for other in others if name in commands and given(flag) else ():
             if given(other):
                 raise ValueError(f"{shown(other)} contradicts {shown(flag)}{why}")
-    for commands, flags, needed in NEEDS:
-        for flag in flags if name in commands and not given(needed) else ():
+    for commands, needy, needed in NEEDS:
+        for flag in needy if name in commands and not given(needed) else ():
             if given(flag):
                 raise ValueError(f"{shown(flag)} needs {shown(needed)}: give both")
 

@@ -44,8 +44,10 @@ OF_TARGET = {"target": "target.path", "dtype": "target.dtype"}
 OF_MEASURE = OF_TARGET | {"tree": "draft_tree"}  # conf/tree is a group of Hydra's
 OF_TRAIN = OF_TARGET | {"data": "data.path", "limit": "data.limit", "seed": "trainer.seed"}
 OF_SERVER = {"model": "served_model_name"}
-CHECKPOINT = {"draft": "folder or hub name of a drafter", "out": Flag("the folder that is written", metavar="FOLDER",
-              kind=Path), "target": "folder or hub name of the target, where the layout names it"}
+CHECKPOINT: dict[str, Flag | str] = {
+    "draft": "folder or hub name of a drafter", "out": Flag("the folder that is written", metavar="FOLDER", kind=Path),
+    "target": "folder or hub name of the target, where the layout names it",
+}
 
 COMMANDS = {
     "generate": Command("answer prompts, or chat, with a drafter or without", "cli.generate", {

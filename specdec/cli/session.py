@@ -75,7 +75,7 @@ class Session:
         how: dict[str, Any] = {"graphs": False if args.no_graphs or args.adaptive else None, "compile": args.compile}
         self.plain = Engine(self.target, **how)
         how |= {"children": args.children, "prefixes": CHAT_BYTES if args.chat else 0}
-        parts = self.target, self.drafter, self.tree, self.verifier
+        parts: Any = self.target, self.drafter, self.tree, self.verifier
         if args.adaptive is None:
             self.engine = Engine(*parts, **how)
         else:

@@ -7,6 +7,7 @@ file that contradict it are left out: with --topk typed, a tree of the file is.
 import argparse
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE
 from specdec.cli.parser import Parser
@@ -39,7 +40,7 @@ def read_settings(path: str | os.PathLike) -> dict:
     for name, value in entries.items():
         if name not in KINDS:
             raise ValueError(f"{path}: unknown setting {name!r}; known are {', '.join(KINDS)}, and {REPORT}")
-        kind = KINDS[name] if KINDS[name] in NAMED else str
+        kind: Any = KINDS[name] if KINDS[name] in NAMED else str
         taken = (int, float) if kind is float else (kind,)
         if value is not None and type(value) not in taken:  # a bool would pass for an int
             raise ValueError(f"{path}: {name} takes {NAMED.get(kind, 'a text')}, and not {value!r}")

@@ -10,11 +10,12 @@ from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from specdec.serve.protocol import ChatAsk, CompletionAsk
 
-BODIES = {"/v1/chat/completions": ChatAsk, "/v1/completions": CompletionAsk}
+BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatAsk, "/v1/completions": CompletionAsk}
 OFFLINE = (
     'This page loads Swagger UI from cdn.jsdelivr.net. Without a network read <a href="openapi.json">openapi.json</a>.'
 )

@@ -3,7 +3,7 @@
 from codecs import getincrementaldecoder
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from specdec.serve.jobs import REASONS, Delta, Job
 from specdec.text import TextStream
@@ -90,7 +90,7 @@ def _part(delta: Delta, part: slice, finish: str | None) -> Delta:
 def _joined(parts: list[Delta]) -> Delta:
     last = parts[-1]
     logprobs = None if last.logprobs is None else [x for part in parts for x in part.logprobs or ()]
-    lists = {name: [x for part in parts for x in getattr(part, name)] for name in BY_TOKEN}
+    lists: dict[str, Any] = {name: [x for part in parts for x in getattr(part, name)] for name in BY_TOKEN}
     return replace(last, text="".join(part.text for part in parts), logprobs=logprobs, **lists)
 
 

@@ -36,7 +36,8 @@ def useful_trees(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list
 def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]:
     """The trees that are timed: of `useful_trees` every topk, few depths, and every number of nodes several times."""
     depths = sorted({min(depth, steps) for depth in (*DEPTHS, steps)})
-    chosen, turn = [], 0
+    chosen: list[Tree] = []
+    turn = 0
     for topk in sorted(set(topks)):
         for depth in depths:
             here = [t for t in useful_trees([topk], depth, nodes) if t.steps == depth]

@@ -39,9 +39,9 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
         if setting not in known:
             has = f"has {' and '.join(known)}" if known else "has no settings"
             raise ValueError(f"the verifier {name!r} {has}, and no {setting!r}")
-    for setting in fields(registry.target("verifier", name)):
-        if isinstance(settings.get(setting.name), str | bool | list):
-            check_value(setting, settings[setting.name], setting.name)
+    for each in fields(registry.target("verifier", name)):
+        if isinstance(settings.get(each.name), str | bool | list):
+            check_value(each, settings[each.name], each.name)
     return registry.make("verifier", name, **settings)
 
 

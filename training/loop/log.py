@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,7 @@ class RunLog:
     def __init__(self, out: Path, writes: bool = True, loggers: Sequence[str] = (), settings: dict | None = None):
         """loggers: names in `LOGGERS`, which get copies of the rows, and the settings of the run."""
         self.path, self.writes = out / "log.jsonl", writes
-        self.loggers = [LOGGERS[name](out, settings or {}) for name in loggers] if writes else []
+        self.loggers: list[Any] = [LOGGERS[name](out, settings or {}) for name in loggers] if writes else []
 
     def write(self, split: str, when: dict[str, float], scalars: dict[str, float], values: dict[str, Tensor]) -> dict:
         """Append a row, and return it. when: `step`, and other measures of progress; values: by name, one for
@@ -62,7 +63,8 @@ class Wandb:
     def __init__(self, out: Path, settings: Mapping):
         import wandb
 
-        self.begin, self.run = lambda: wandb.init(project="specdec", config=settings, dir=str(out)), None
+        self.begin = lambda: wandb.init(project="specdec", config=settings, dir=str(out))
+        self.run: Any = None
 
     def log(self, row: dict[str, float], step: int) -> None:
         self.run = self.run or self.begin()
@@ -75,7 +77,8 @@ class TensorBoard:
     def __init__(self, out: Path, settings: Mapping):
         from torch.utils.tensorboard import SummaryWriter
 
-        self.begin, self.writer = lambda step: SummaryWriter(str(out / "tensorboard"), purge_step=step), None
+        self.begin = lambda step: SummaryWriter(str(out / "tensorboard"), purge_step=step)
+        self.writer: Any = None
         self.settings = settings
 
     def log(self, row: dict[str, float], step: int) -> None:

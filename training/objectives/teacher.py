@@ -172,7 +172,7 @@ class TopTokens:
 
     ids: Tensor  # [B,T,k] draft ids, best first
     logp: Tensor  # [B,T,k] renormalised over the draft vocabulary
-    log_rest: Tensor  # [B,T,1] log of what is missing from 1
+    log_rest: Tensor  # [B,T,1] log of what is part_of_mass from 1
     log_share: Tensor  # [B,T,1] log of the draft vocabulary's part of the target's mass
     choice: Tensor  # [B,T] the most likely token of all, a target id
 
@@ -214,8 +214,8 @@ def read_teacher(
     found = found.to(torch.promote_types(found.dtype, torch.float32))
     chosen = vocab.select(found)
     mass = chosen.logsumexp(-1, keepdim=True)
-    log_share = None
+    part_of_mass: Tensor | None = None
     if vocab.ids is not None:
         whole = found.logsumexp(-1, keepdim=True)
-        mass, log_share = (mass, mass - whole) if renormalise else (whole, None)
-    return Teacher(chosen - mass, log_share, largest(found)[1], labels[here])
+        mass, part_of_mass = (mass, mass - whole) if renormalise else (whole, None)
+    return Teacher(chosen - mass, part_of_mass, largest(found)[1], labels[here])

@@ -199,7 +199,8 @@ class Bench:
         trial, row, contender = len(self.runs[name]), self.rows[name], self.made[name]
         self.progress(f"{self.configuration.name}: {name}, trial {trial + 1} of {self.trials}")
         with PeakMemory(self.target.device) as peak:
-            prompts, runs = self.prompts(trial, self.configuration.prompt), []
+            prompts: Sequence[list[int]] = self.prompts(trial, self.configuration.prompt)
+            runs: list[TimedRun] = []
             for prompt in prompts:
                 if not runs or time.monotonic() <= self.limit:
                     runs.append(contender(prompt, self.configuration.new, self.sampling, self.seed + trial))

@@ -78,7 +78,8 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     for prefix, compiled in (("compiled-", True), ("", False)):
         ours: dict[str, Any] = {"plain": (), "speculative": (make_drafter, tree, verifier)}
         known = {
-            prefix + name: partial(make_ours, target, *parts, compiled=compiled) for name, parts in ours.items()
+            prefix + name: lambda parts=parts, compiled=compiled: make_ours(target, compiled, *parts)
+            for name, parts in ours.items()
         } | known
     names = settings["suite"]["contenders"]
     for name in names:
@@ -88,7 +89,7 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     return {name + simulated * name.endswith("speculative"): known[name] for name in names}
 
 
-def make_ours(target, make_drafter=None, tree=None, verifier=sample_and_match, compiled: bool = False) -> Contender:
+def make_ours(target, compiled: bool, make_drafter=None, tree=None, verifier=sample_and_match) -> Contender:
     return Ours(target, make_drafter and make_drafter(), tree, verifier, compiled)
 
 

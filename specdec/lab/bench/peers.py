@@ -84,7 +84,8 @@ class Peer(Contender):
     def ask(self, request: dict, slots: int) -> TimedRun:
         """Decode, with a cache of `slots` tokens."""
         done: Any = self.process.submit(peer_sessions.decode, request).result()
-        return TimedRun(*done, slots * self.values * self.cache_dtype.itemsize)
+        tokens, seconds, prefill_seconds, steps = done
+        return TimedRun(tokens, seconds, prefill_seconds, steps, slots * self.values * self.cache_dtype.itemsize)
 
     def moved(self, target: Target, context: float) -> float:
         """As of `Contender`. Weights and cache count in the widths that this engine keeps them in."""

@@ -266,11 +266,11 @@ def _name(entry: object, whole: bool) -> str:
 
 def way_of(name: str, entry: object, target: LanguageModel, given: dict) -> ComparedWay:
     """What an entry describes; `given` has what holds where it says nothing. Raises ValueError for an unknown field."""
-    entry: Any = given | read_entry(entry, FIELDS, f"entries.{name}")
-    drafter, rule, tree = entry["draft"], entry["verifier"], entry["tree"]
+    whole: Any = given | read_entry(entry, FIELDS, f"entries.{name}")
+    drafter, rule, tree = whole["draft"], whole["verifier"], whole["tree"]
     check_drafter(drafter)
     if not isinstance(drafter, Drafter):
-        drafter = load_drafter(drafter, target, token_map=entry["token_map"])
+        drafter = load_drafter(drafter, target, token_map=whole["token_map"])
     tree = instantiate(tree) if isinstance(tree, Mapping) else as_tree(tree, drafter)
     rule = make_verifier(**rule) if isinstance(rule, Mapping) else as_verifier(rule)
-    return ComparedWay(drafter, cast(TreePolicy, tree), rule, entry["compile"])
+    return ComparedWay(drafter, cast(TreePolicy, tree), rule, whole["compile"])

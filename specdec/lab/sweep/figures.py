@@ -5,7 +5,7 @@ where there is nothing to show. Bars at points are 95 % intervals over questions
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -102,8 +102,9 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
 
 def _label(axis: Axes, points: list[tuple[float, float, str]], drawn: list[tuple[float, float]]) -> None:
     """Write a text next to each point (x, y, text), where no other text or marker is. Limits must be final."""
-    how = {"bbox": {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}, "zorder": 5, "fontsize": 7.5}
-    size = axis.figure.get_size_inches() * 72  # in points; an axis takes less than half of the width
+    ground = {"facecolor": "white", "alpha": 0.85, "pad": 0.8, "linewidth": 0}
+    how: dict[str, Any] = {"bbox": ground, "zorder": 5, "fontsize": 7.5}
+    size = cast(Figure, axis.figure).get_size_inches() * 72  # in points; an axis takes less than half of the width
     (x0, x1), (y0, y1) = axis.get_xlim(), axis.get_ylim()
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -118,8 +119,9 @@ def _label(axis: Axes, points: list[tuple[float, float, str]], drawn: list[tuple
             inside = box[0] >= 0 and box[1] <= size[0] * 0.42 and box[2] >= 0
             if inside and not any(a < box[1] and box[0] < b and c < box[3] and box[2] < d for a, b, c, d in taken):
                 taken.append(box)
-                far = {"arrowprops": {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6}} if abs(dy) > 12 else {}
-                far |= {"ha": "left" if side > 0 else "right"}
+                far: dict[str, Any] = {"ha": "left" if side > 0 else "right"}
+                if abs(dy) > 12:
+                    far["arrowprops"] = {"arrowstyle": "-", "color": "#777777", "linewidth": 0.6}
                 axis.annotate(text, (x, y), xytext=(5 * side, dy), textcoords="offset points", **how, **far)
                 break
 

@@ -20,11 +20,13 @@ demo: $(VENV)/.installed
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 	$(RUN) -m pytest --numprocesses auto --dist worksteal
 
 test-all: $(VENV)/.tested
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
 	$(RUN) -m pytest --numprocesses auto --dist worksteal --whole
 
 lint: $(VENV)/.tested

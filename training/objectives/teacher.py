@@ -172,7 +172,7 @@ class TopTokens:
 
     ids: Tensor  # [B,T,k] draft ids, best first
     logp: Tensor  # [B,T,k] renormalised over the draft vocabulary
-    log_rest: Tensor  # [B,T,1] log of what is part_of_mass from 1
+    log_rest: Tensor  # [B,T,1] log of what is missing from 1
     log_share: Tensor  # [B,T,1] log of the draft vocabulary's part of the target's mass
     choice: Tensor  # [B,T] the most likely token of all, a target id
 

@@ -97,8 +97,7 @@ def load_target(
         raise ValueError(f"tp_plan must be auto, or not given, got {shown(tp_plan)}")
     if not isinstance(path, str | os.PathLike):
         return model_in_memory(path, tokenizer, generic, allow_nonfinite)
-    folder = resolve(path)
-    raw = read_json(folder / "config.json")
+    raw = read_json((folder := resolve(path)) / "config.json")
     refuse_drafter(raw, str(path))
     place = check_device(own_gpu(device) if tp_plan else device)
     if place.index is not None and place.type == "cuda":

@@ -108,9 +108,9 @@ def test_wrong_settings_are_reported(tmp_path):
     file.write_text("hello\n")
     for words, message in (
         (["--rate", "1", "--concurrency", "2"], "contradicts"),
-        (["--num-prompts", "0"], "at least 1"),
+        (["--limit", "0"], "at least 1"),
         (["--range-ratio", "1"], "below 1"),
-        (["--base-url", "http://127.0.0.1:1"], "does not tell its models"),
+        (["--server", "http://127.0.0.1:1"], "does not tell its models"),
     ):
         done = run_here(main, "--prompts", str(file), *words)
         assert done.returncode == 2

@@ -103,7 +103,8 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_stopped(target_path, dra
     assert events.pop() == "[DONE]"
     ends = [choice["finish_reason"] for event in events for choice in json.loads(event)["choices"]]
     assert ends.count("length") == 6
-    assert (process.returncode, err) == (0, "SIGTERM: finishing what runs\n")
+    loading = f"specdec serve: loading {target_path} and {drafter_path}\n"
+    assert (process.returncode, err) == (0, f"{loading}SIGTERM: finishing what runs\n")
     trace = read_trace(tmp_path / "trace")
     assert sorted(len(row.tokens) for row in trace.rows)[-6:] == [100] * 6
     assert {row.steps for row in trace.rows if len(row.tokens) == 100} <= {1, 3}  # the first may end before any round

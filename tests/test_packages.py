@@ -20,7 +20,7 @@ PLUGIN = {
     "vllm",
 }  # import specdec/lab/bench/outcomes.py and training/vllm_side/hidden_state_files.py themselves
 LOADED = {*LAUNCHERS.values(), "torchao", "tensorboard"}  # by Hydra for a launcher, transformers, torch
-TOOLS = {"pytest-xdist", "ruff", "mypy"}  # that `make test` calls without an import
+TOOLS = {"pytest-xdist", "ruff", "mypy"}  # that `make test` and `make types` call without an import
 
 
 def declared(requirements: list[str]) -> dict[str, str]:

@@ -162,7 +162,7 @@ def test_the_nearest_name():
 
 
 def test_completion_shows_every_option():
-    options = inspect.signature(specdec.generate).parameters
+    options = inspect.signature(specdec.api.generate).parameters
     assert {
         "temperature",
         "top_p",

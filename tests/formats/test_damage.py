@@ -7,8 +7,8 @@ import torch
 from helpers import main_of, run_here, save_hf, tiny_drafter, tiny_target
 from published import CONFIG, PUBLISHED, H, U, V, make_target, mtp_shapes, random_tensors, without, written
 
-from specdec.drafters.formats import __main__ as command
 from specdec.drafters.formats import load_drafter, open_checkpoint
+from specdec.drafters.formats.convert import convert
 from specdec.drafters.formats.description import as_text, inspect
 from specdec.model.checkpoint import read_tensors
 from specdec.model.finite import nonfinite
@@ -173,7 +173,7 @@ def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, tmp_path):
     drafter = load_drafter(folder, make_target(), allow_nonfinite=True)
     assert drafter.fc.weight.isnan().sum() == 1
     with pytest.raises(ValueError, match="cannot be converted"):
-        command.convert(folder, tmp_path / "there", "eagle3")
+        convert(folder, tmp_path / "there", "eagle3")
 
 
 def test_generate_refuses_nan_and_takes_it_if_asked(drafter_path, target_path, tmp_path):

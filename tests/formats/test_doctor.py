@@ -339,7 +339,8 @@ def test_check_prints_a_verdict(run, falsified, heads, arguments, tmp_path):
     code, _, err = run(*arguments, tmp_path / "nowhere")
     assert code == 2
     assert err.count("\n") == 1
-    for flag, hint in (("--qqq", "specdec checkpoint check --help lists all"), ("--stepz", "there is --steps")):
+    lists = "specdec checkpoint check --help lists all"
+    for flag, hint in (("--qqq", lists), ("--stepz", "there is --steps and --help")):
         assert run(*arguments, "x", flag, 3) == (2, "", f"error: there is no flag {flag}; {hint}\n")
 
 

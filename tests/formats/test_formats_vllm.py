@@ -236,7 +236,7 @@ def test_taps_that_are_listed_need_the_target(pair, tmp_path):
         export(tmp_path / "ours", tmp_path / "there", "vllm", folder)
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle2", "medusa"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle2"])
 def test_measured_acceptance_goes_along(name, tmp_path):
     source = specdec.DEMO_TARGET.parent / name
     export(source, tmp_path / "vllm", "vllm", specdec.DEMO_TARGET)

@@ -9,12 +9,12 @@ import torch
 from helpers import tiny_target
 
 import specdec
-from specdec.drafters import eagle
+from specdec.drafters import dflash, eagle, medusa
 from specdec.drafters.formats import FAMILIES, open_checkpoint, save_drafter
 from specdec.drafters.formats.convert import export, start_command
 from specdec.drafters.vocab import DraftVocab
 
-# A bundled drafter -> vLLM's method and number of tokens (heads of Medusa, slots of a block), and SGLang's algorithm.
+# A drafter -> vLLM's method and number of tokens (heads of Medusa, slots of a block), and SGLang's algorithm.
 STARTED = {
     "eagle3": ("eagle3", 3, "EAGLE3"),
     "eagle2": ("eagle", 3, "EAGLE"),
@@ -22,12 +22,21 @@ STARTED = {
     "dflash": ("dflash", 5, "DFLASH"),
     "dspark": ("dspark", 5, "DSPARK"),
 }
+MARKOV = {"label": "p+k+1", "conditional": "markov", "rank": 4, "confidence": True}
+MADE = {  # of those that are not bundled
+    "medusa": lambda target: medusa.create(target, heads=3),
+    "dflash": lambda target: dflash.create(target, layers=1, taps=2, block_size=6),
+    "dspark": lambda target: dflash.create(target, layers=1, taps=2, block_size=5, **MARKOV),
+}
 
 
 @pytest.mark.parametrize("name", STARTED)
-def test_bundled_drafters(name, tmp_path):
+def test_what_starts_a_server(name, tmp_path):
     (method, count, algorithm), folder = STARTED[name], tmp_path / "a head"
-    checkpoint = open_checkpoint(specdec.DEMO_TARGET.parent / name)
+    place = specdec.DEMO_TARGET.parent / name
+    if name in MADE:
+        save_drafter(MADE[name](target := tiny_target()), place := tmp_path / name, target)
+    checkpoint = open_checkpoint(place)
     words = shlex.split(start_command("vllm", checkpoint, folder, "some/target"))
     assert words[:4] == ["vllm", "serve", "some/target", "--speculative-config"]
     assert json.loads(words[4]) == {"method": method, "num_speculative_tokens": count, "model": str(folder)}

@@ -120,8 +120,8 @@ def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")
     for path in (None, "demo/target"):
         assert entries_of(own | {"target": {"path": path}}) == own["entries"]
-    assert list(entries_of(own | {"target": {"path": "x"}, "drafts": ["ngram"]})) == ["ngram"]
-    with pytest.raises(ValueError, match=r"target.path=x needs drafters of its own.*drafts=\[DRAFT,ngram\]"):
+    assert list(entries_of(own | {"target": {"path": "x"}, "draft": ["ngram"]})) == ["ngram"]
+    with pytest.raises(ValueError, match=r"the target x needs drafters of its own.*--draft DRAFT,ngram"):
         entries_of(own | {"target": {"path": "x"}})
 
 
@@ -135,7 +135,8 @@ def prompts(tmp_path_factory):
     return path
 
 
-def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_path):
+def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     entries = (
         f"target.path={target_path}", "~entries", f"+entries.eagle3={{draft: {drafter_path}}}",
         "+entries.lossy={draft: ngram, tree: chain, verifier: {name: typical}}",
@@ -160,7 +161,7 @@ def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ([], "no prompts: give prompts=FILE"),
+        ([], "no prompts: give --prompts FILE"),
         (["prompts=nowhere.txt"], "nowhere.txt"),
         (["prompts=PROMPTS", "max_new_tokens=1"], "max_new_tokens must be at least 2"),
         (["prompts=PROMPTS", "~entries", "+entries.a={tree: chain}"], "entries.a lacks the field draft"),

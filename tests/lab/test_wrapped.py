@@ -11,7 +11,7 @@ from specdec.trees import DynamicTree
 
 # Of training and graphs.
 OWN = {"capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads",
-       "first_tokens"}  # fmt: skip
+       "first_tokens", "start_from"}  # fmt: skip
 DERIVED = {"chain", "deepest"}  # which call what is passed on
 
 

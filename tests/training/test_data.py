@@ -201,7 +201,7 @@ def test_a_data_set_that_is_not_there_is_one_sentence(hub, tmp_path):
 
 def test_without_datasets_the_sentence_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install '\.\[data\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'specdec\[data\]'"):
         list(read_records("HuggingFaceH4/ultrachat_200k"))
 
 

@@ -10,6 +10,7 @@ import torch
 from short_runs import assert_goes_on, composed, small_files, trainer
 from test_cache import samples, target, writer
 
+from specdec.cli.errors import one_sentence_errors
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.model.loader import load_target
 from specdec.training import train
@@ -64,7 +65,7 @@ def test_a_run_that_cannot_write_down_its_settings_says_so(where, tmp_path, monk
         Path, "write_text", lambda self, *a, **k: full() if name in self.name else original(self, *a, **k)
     )
     with pytest.raises(SystemExit) as stopped:
-        train.run(composed("train", *where, f"out={tmp_path / 'run'}"))
+        one_sentence_errors(train.run)(composed("train", *where, f"out={tmp_path / 'run'}"))
     assert stopped.value.code == 2
     assert capsys.readouterr().err.endswith(f"cannot write {tmp_path}/run/{name}: No space left on device\n")
 

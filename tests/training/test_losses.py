@@ -204,3 +204,14 @@ def test_deferred_logits_give_the_same_step(draft_vocab):
         loss.backward()
         results.append((loss, metrics, [p.grad.clone() for p in drafter.parameters()]))
     torch.testing.assert_close(*results)
+
+
+def test_logits_under_autocast_leave_it_as_it_was():
+    """A context that is entered twice stays on after its end."""
+    target = tiny_target()
+    drafter = tiny_drafter(target, draft_vocab=8)
+    batch = Batch(torch.randint(17, (2, 12)), torch.ones(2, 12))
+    features = online_features(target, batch, drafter.taps, torch.autocast("cpu", torch.bfloat16))
+    assert not torch.is_autocast_enabled("cpu")
+    Eagle3Objective(steps=2)(drafter, **features)
+    assert not torch.is_autocast_enabled("cpu")

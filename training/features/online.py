@@ -54,15 +54,13 @@ def arguments(batch: Batch, feats: Tensor, logits: TeacherLogits) -> Features:
 
 
 def deferred_logits(target: LanguageModel, hidden: Tensor, autocast: AbstractContextManager) -> DeferredLogits:
-    """Logits of hidden states [B,T,H], taken after the target's final norm, computed where they are read."""
+    """Logits of hidden states [B,T,H], taken after the target's final norm, computed where they are read.
+
+    `autocast` only gives the dtype of the product: it would convert the head's weight for each piece of rows.
+    """
 
     def head_of(ids: Tensor | None) -> Callable[[Tensor], Tensor]:
-        with torch.no_grad(), autocast:
-            kind = hidden.device.type
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else target.head.weight.dtype
-            own = cast(Target, target)
-            of_rows = own.bind_logits(ids, dtype)  # autocast would convert the head's weight for each piece of rows
-
-        return torch.no_grad()(of_rows)
+        dtype = autocast.fast_dtype if isinstance(autocast, torch.autocast) else target.head.weight.dtype
+        return torch.no_grad()(cast(Target, target).bind_logits(ids, dtype))
 
     return DeferredLogits(hidden, head_of, target.vocab)

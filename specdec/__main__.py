@@ -40,16 +40,13 @@ def overview(group: str = "") -> str:
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """Return the command that a line names, by up to three words, and the words after it. An old name is replaced by
-    the new one, with a line that says so. Raises ValueError if there is no such command."""
+    """Return the command that a line names, by up to three words, and the words after it. An old name becomes the new
+    one. Raises ValueError if there is no such command."""
     for count in range(LONGEST, 0, -1):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name, words[count:]
     if words[0] in OLD:
-        new = [*OLD[words[0]].split(), *words[1:]]
-        name, rest = split(new)
-        print(f"note: specdec {words[0]} is now specdec {OLD[words[0]]}", file=sys.stderr)
-        return name, rest
+        return split([*OLD[words[0]].split(), *words[1:]])
     return _group(words)
 
 
@@ -91,10 +88,14 @@ def main(argv: list[str] | None = None) -> None:
         print(__version__ if words[1:] != ["--verbose"] else installation())
         return
     name, rest = split(words)
-    if name in GROUPS:
-        print(overview(name))
-        return
-    run(name, COMMANDS[name], rest)
+    try:
+        if name in GROUPS:
+            print(overview(name))
+        else:
+            run(name, COMMANDS[name], rest)
+    finally:  # after the output, of which a script may read the first line
+        if words[0] != name.split()[0]:
+            print(f"note: specdec {words[0]} is now specdec {OLD[words[0]]}", file=sys.stderr)
 
 
 def run(name: str, command: Command, words: list[str]) -> None:
@@ -105,7 +106,7 @@ def run(name: str, command: Command, words: list[str]) -> None:
         start(name, command, words)
         return
     args = parse(name, words)
-    if "target" in args:
+    if "dtype" in args:  # the command reads weights
         loading(name, args.target, getattr(args, "draft", None))
     import_module(f"specdec.{command.module}").run(args)
 

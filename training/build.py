@@ -83,6 +83,8 @@ def from_checkpoint(words: list[str]) -> list[str]:
     path = next((bare(value) for name, _, value in given if name == "from"), None)
     if path is None or path == "null":
         return words
+    if not path.strip():
+        raise ValueError("from is empty: give the folder or hub name of a drafter")
     for name, _, value in given:
         if name.lstrip("+~").partition(".")[0] == "drafter":
             raise ValueError(f"from={path} takes the drafter as it was saved: leave out {name}={bare(value)}")

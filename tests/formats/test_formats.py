@@ -111,7 +111,7 @@ def conversions():
 def refusal(case: str, to: str, meaning) -> str | None:
     """Why a layout cannot say what a case means; None if it can."""
     needs_head = to == "speculators" or "of a part" in case  # a head of all tokens can be left to the target
-    if "without a head" in case and needs_head and not to.startswith("modelopt"):
+    if "without a head" in case and needs_head and not to.startswith(("modelopt", "specdec")):
         return "no head of its own"
     if case in PUBLISHED or "peagle" in case:
         return None

@@ -41,6 +41,11 @@ class ModelSettings:
         if self.draft is None and default_draft(self.target) is None:
             raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
 
+    @property
+    def drafter(self) -> str | Path:
+        """The name of the drafter that is loaded."""
+        return self.draft or default_draft(self.target) or DEMO_DRAFTER
+
     def load_target(self) -> "LanguageModel":
         """The target. A precision of products that is given holds for the whole process from now on."""
         from specdec.machine import set_matmul_precision
@@ -60,7 +65,7 @@ class ModelSettings:
         from specdec.drafters.formats import load_drafter
 
         return load_drafter(
-            self.draft or default_draft(self.target) or DEMO_DRAFTER,
+            self.drafter,
             target,
             token_map=self.token_map,
             feedback=self.feedback,

@@ -8,7 +8,7 @@ from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import own, registry
-from specdec.cli.hydra_words import quoted
+from specdec.cli.hydra_words import bare, quoted
 from specdec.contracts import Drafter
 from specdec.drafters.formats.further import family_at
 from specdec.drafters.vocab import DraftVocab, fitting_size, most_frequent
@@ -65,11 +65,6 @@ def build_drafter(config: DictConfig, target: LanguageModel, samples: list[Sampl
     if drafter.recipe is None:  # a drafter without a published layout is saved with it
         drafter.recipe = settings | {"_target_": own.short(settings["_target_"])}
     return drafter
-
-
-def bare(value: str) -> str:
-    """The value of a word without its quotation marks."""
-    return value.strip("'\"")
 
 
 def from_checkpoint(words: list[str]) -> list[str]:

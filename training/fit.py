@@ -14,6 +14,7 @@ from specdec.drafters.formats import load_drafter
 from specdec.registry import CONF
 from specdec.schema import check_value, named_arguments, shown, typed
 from specdec.training.build import from_checkpoint
+from specdec.training.loop.log import read_log
 from specdec.training.train import draft_of, run_through
 
 TEXT = str | Path | None
@@ -90,8 +91,8 @@ def train(
         >>> generate("demo/target", "What is a tree?", run.drafter).tau  # doctest: +SKIP
     """
     trainer = run_through(_configured(_words(**locals())))
-    log = [json.loads(line) for line in trainer.log.path.read_text(encoding="utf-8").splitlines()]
-    return Training(load_drafter(draft_of(trainer), trainer.target), draft_of(trainer), log, trainer.out)
+    draft = draft_of(trainer)
+    return Training(load_drafter(draft, trainer.target), draft, read_log(trainer.log.path), trainer.out)
 
 
 def _words(data: Any, settings: Mapping[str, Any] | None, **given: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specdec import own, registry
 from specdec.cli.files import check_writable
-from specdec.cli.flags import SAMPLING
+from specdec.cli.flags import SAMPLING, dashed
 from specdec.cli.parser import read_flags
 from specdec.cli.reading import open_text
 from specdec.cli.settings import DRAFTING, NOT_A_TREE
@@ -80,22 +80,19 @@ def _check_together(name: str, args: argparse.Namespace) -> None:
     def given(flag: str) -> bool:
         return getattr(args, flag, None) not in (None, False, (), [])
 
-    def shown(flag: str) -> str:
-        return f"--{flag.replace('_', '-')}"
-
     for commands, flags, alone in ONE_OF:
         count = sum(map(given, flags))
         if name in commands and (not count or (alone and count > 1)):
-            listed = f"{', '.join(map(shown, flags[:-1]))} and {shown(flags[-1])}"
+            listed = f"{', '.join(map(dashed, flags[:-1]))} and {dashed(flags[-1])}"
             raise ValueError(f"give {'exactly' if alone else 'at least'} one of {listed}")
     for commands, flag, others, why in CONTRADICTIONS:
         for other in others if name in commands and given(flag) else ():
             if given(other):
-                raise ValueError(f"{shown(other)} contradicts {shown(flag)}{why}")
+                raise ValueError(f"{dashed(other)} contradicts {dashed(flag)}{why}")
     for commands, needy, needed in NEEDS:
         for flag in needy if name in commands and not given(needed) else ():
             if given(flag):
-                raise ValueError(f"{shown(flag)} needs {shown(needed)}: give both")
+                raise ValueError(f"{dashed(flag)} needs {dashed(needed)}: give both")
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -22,6 +22,11 @@ class Flag(NamedTuple):
     nargs: str | None = None  # "+": several values after one flag; "append": the flag may be repeated
 
 
+def dashed(name: str) -> str:
+    """Return a flag as it is typed: 'max_new_tokens' -> '--max-new-tokens'."""
+    return f"--{name.replace('_', '-')}"
+
+
 def whole_numbers(text: str) -> list[int]:
     """Read '1,2,4' as [1, 2, 4], in ascending order, each number once."""
     try:

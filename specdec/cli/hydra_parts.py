@@ -4,8 +4,9 @@ import re
 from collections.abc import Sequence
 
 from specdec import own, registry
+from specdec.cli.hydra_words import bare
 
-ASIDE = ("target", "vocab")  # arguments that the trainer gives to a drafter
+GIVEN = ("target", "vocab")  # arguments that the trainer gives to a drafter
 
 
 def own_parts(words: Sequence[str]) -> list[str]:
@@ -17,7 +18,7 @@ def own_parts(words: Sequence[str]) -> list[str]:
     found = []
     for word in words:
         group, _, text = word.partition("=")
-        text = text.strip("'\"")
+        text = bare(text)
         known = group not in own.POINTS or text in registry.names(group)
         part = None if known or not (own.is_own(text) or re.fullmatch(r"[\w-]+", text)) else own.find(group, text)
         found.append(word if part is None else f"{group}={_store(group, text, part)}")
@@ -31,7 +32,7 @@ def _store(group: str, text: str, part) -> str:
     code, checkpoint = own.split(text)
     if checkpoint is not None:
         raise ValueError(f"{group}={text} names a checkpoint: give from={text} to train it further")
-    settings = own.settings_of(code, part, *(ASIDE if group == "drafter" else ()))
+    settings = own.settings_of(code, part, *(GIVEN if group == "drafter" else ()))
     if group == "drafter":
         own.check_arguments(code, part, None, vocab=None)
         settings = {"draft_vocab_size": None} | settings

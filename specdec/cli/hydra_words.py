@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from specdec import registry
-from specdec.cli.flags import FLAGS, MEANT
+from specdec.cli.flags import FLAGS, MEANT, dashed
 from specdec.cli.parser import nearest_flags
 
 HYDRA_FLAGS = (  # of which argparse takes the beginning too
@@ -62,7 +62,7 @@ def _is_hydras(word: str) -> bool:
 def _check_name(name: str, flag: str, known: Sequence[str]) -> None:
     if name.partition(".")[0] in {*known, *registry.GROUPS}:
         return
-    near = " and ".join(nearest_flags(flag, [f"--{one.replace('_', '-')}" for one in known]))
+    near = " and ".join(nearest_flags(flag, list(map(dashed, known))))
     raise ValueError(f"there is no flag {flag}; {f'there is {near}' if near else '--help lists all'}")
 
 
@@ -72,7 +72,7 @@ def _value(name: str, own: Mapping, rest: list[str]) -> str:
     if switch and (not rest or rest[0] not in ("true", "false")):
         return "true"
     if not rest:
-        raise ValueError(f"--{name.replace('_', '-')} takes a value")
+        raise ValueError(f"{dashed(name)} takes a value")
     return rest.pop(0)
 
 
@@ -99,6 +99,11 @@ def _is_file(name: str) -> bool:
 
 def _quoted(value: str) -> str:
     return value if PLAIN.fullmatch(value) else quoted(value)
+
+
+def bare(value: str) -> str:
+    """Return the value of a word without the quotation marks around it."""
+    return value.strip("'\"")
 
 
 def quoted(word: str) -> str:

@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from specdec.cli.flags import FLAGS, MEANT, Flag, rates, whole_numbers
+from specdec.cli.flags import FLAGS, MEANT, Flag, dashed, rates, whole_numbers
 from specdec.cli.limits import LIMITS
 from specdec.schema import check_value
 
@@ -118,18 +118,14 @@ def make_parser(
             if default:
                 flag = flag._replace(default=flag.kind(default))
             how = _arguments(flag, word.endswith("!"), name == positional)
-            group.add_argument(name if name == positional else _dashed(name), **how)
+            group.add_argument(name if name == positional else dashed(name), **how)
             value = "" if flag.kind is bool else f" {how['metavar'] or '|'.join(flag.choices)}"
-            usage[name] = f"{value.strip()} ..." if name == positional else f"{_dashed(name)}{value}"
+            usage[name] = f"{value.strip()} ..." if name == positional else f"{dashed(name)}{value}"
             usage[f"{name}!"] = usage[name] if word.endswith("!") or name == positional else ""
     needed = [f"({' | '.join(usage[name] for name in names)})" for names in one_of]
     needed += [text for name, text in usage.items() if name.endswith("!") and text]
     parser.usage = " ".join([prog, *needed, "[options]"])
     return parser
-
-
-def _dashed(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def _arguments(flag: Flag, required: bool, positional: bool) -> dict:
@@ -159,7 +155,7 @@ def with_new_names(prog: str, words: Sequence[str], old: Mapping[str, str]) -> l
         flag, equals, value = word.partition("=")
         new = old.get(flag[2:].replace("-", "_")) if flag.startswith("--") else None
         if new is not None:
-            new = _dashed(new)
+            new = dashed(new)
             print(f"note: {prog} {flag} is now {new}", file=sys.stderr)
         found.append(word if new is None else f"{new}{equals}{value}")
     return found

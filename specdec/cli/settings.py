@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE
+from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE, dashed
 from specdec.cli.parser import Parser
 from specdec.registry import read_yaml
 
@@ -58,7 +58,7 @@ def with_settings(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
             entries = {key: value for key, value in entries.items() if key not in gives_way}
     flags = []
     for name, value in entries.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = dashed(name)
         if value is True:
             flags.append(flag)
         elif value is not None and value is not False:  # 0 is a value, though it is equal to False

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.cli.flags import dashed
 from specdec.cli.parser import read_flags
 from specdec.contracts import Drafter
 from specdec.model.language_model import LanguageModel
@@ -63,4 +64,4 @@ def check_counts(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+            raise ValueError(f"{dashed(name)} must be at least 1, got {value}")

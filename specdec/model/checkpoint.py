@@ -20,7 +20,7 @@ from specdec.acceptance import Acceptance
 from specdec.cli.files import replace_folder
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.weight_files import weight_files
-from specdec.ops.linear import row_scales
+from specdec.ops.linear import round_int8
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DRAFT_DTYPES = DTYPES | {"int8": torch.int8}
@@ -71,11 +71,11 @@ def round_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if tensor.ndim != 2 or not tensor.is_floating_point():
+        if tensor.ndim == 2 and tensor.is_floating_point():
+            out[name], scales = round_int8(tensor)
+            out[name + SCALE] = scales[:, None]
+        else:
             out[name] = tensor
-            continue
-        scales = row_scales(tensor)[:, None]
-        out |= {name: (tensor.float() / scales).round().to(torch.int8), name + SCALE: scales}
     return out
 
 

@@ -149,10 +149,11 @@ class Target(nn.Module):
         return lambda tokens: self.embed(tokens) * scale
 
     def _bind_head(self) -> Callable[[Tensor], Tensor]:
-        head, cap = self.head.bind(), self.config.logit_softcap
-        if cap is None:
-            return head
-        return lambda x: torch.tanh(head(x) / cap) * cap
+        return self._capped(self.head.bind())
+
+    def _capped(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        cap = self.config.logit_softcap
+        return head if cap is None else lambda x: torch.tanh(head(x) / cap) * cap
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the head to hidden states after the final norm: [...,H] -> [...,V]."""
@@ -168,10 +169,8 @@ class Target(nn.Module):
         weight = self.head.weight
         if ids is None and dtype == weight.dtype:
             return self._bind_head()
-        weight, cap = (weight if ids is None else weight[ids]).to(dtype), self.config.logit_softcap
-        if cap is None:
-            return lambda x: F.linear(x.to(dtype), weight)
-        return lambda x: torch.tanh(F.linear(x.to(dtype), weight) / cap) * cap
+        weight = (weight if ids is None else weight[ids]).to(dtype)
+        return self._capped(lambda x: F.linear(x.to(dtype), weight))
 
     def final_scale(self) -> Tensor:
         """Root mean square of a hidden state after the final norm, as its weights set it."""

@@ -241,9 +241,10 @@ def _pack_rows(weight: Tensor, lanes: int) -> RowsWeight:
     return RowsWeight(groups.transpose(1, 2).contiguous(), size)
 
 
-def row_scales(weight: Tensor) -> Tensor:
-    """[out] what a weight [out,in] is divided by, row by row, before it is rounded to int8."""
-    return weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a weight [out,in] in int8, and the scales [out] that its rows were divided by."""
+    scales = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (weight.float() / scales[:, None]).round().to(torch.int8), scales
 
 
 def pack_int8(weight: Tensor) -> RowsWeight | None:
@@ -251,8 +252,7 @@ def pack_int8(weight: Tensor) -> RowsWeight | None:
     size, inputs = weight.shape
     if weight.dtype != torch.float32 or inputs % 2 or not native.has_rows():
         return None
-    scales = row_scales(weight)
-    rounded = (weight / scales[:, None]).round().to(torch.int8)
+    rounded, scales = round_int8(weight)
     groups = F.pad(rounded, (0, 0, 0, -size % UNIT)).view(-1, UNIT, inputs // 2, 2).transpose(1, 2)
     by = F.pad(scales, (0, -size % UNIT)).view(torch.int8).view(-1, SCALES, UNIT, 2)
     return RowsWeight(torch.cat([groups, by], 1), size)
@@ -262,7 +262,7 @@ def _pack_int8(weight: Tensor) -> RowsWeight | torch.ScriptObject | None:
     """None for small weights where our own product is not available."""
     if (packed := pack_int8(weight)) is not None or weight.numel() < LARGE:
         return packed
-    scales = row_scales(weight)
+    _, scales = round_int8(weight)
     zeros = torch.zeros(len(weight), dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch 2.13 calls it deprecated, and has nothing else for FBGEMM

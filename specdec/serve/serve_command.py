@@ -17,7 +17,7 @@ from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Reads
 from specdec.engine.trace_files import check_trace_folder, write_trace
 from specdec.model.language_model import LanguageModel
-from specdec.model.names import called, default_draft
+from specdec.model.names import called
 from specdec.model_settings import ModelSettings
 from specdec.threads import Call, Made
 from specdec.trees import Chain, Tree
@@ -182,7 +182,7 @@ def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | 
         stream_interval=args.stream_interval,
         acceptance=args.per_request_spec_decode_metrics,
         prompt_details=args.enable_prompt_tokens_details,
-        speculation=Speculation.of(engine, args.draft or called(default_draft(args.target) or ""), str(tree_of(args))),
+        speculation=Speculation.of(engine, called(read_flags(ModelSettings, args).drafter), str(tree_of(args))),
     )
 
 

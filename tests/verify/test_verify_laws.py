@@ -176,7 +176,7 @@ def test_block_verification_accepts_more_than_token_by_token(sampling):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("seed", (0, 1, 3))  # of which each tree has an accepted path
+@pytest.mark.parametrize("seed", [0, 1, 3])  # of which each tree has an accepted path
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_at_temperature_0_every_rule_is_greedy_matching(name, seed):
     verifier, greedy = make_verifier(name), Sampling()

@@ -1,11 +1,14 @@
 """A loss over a vocabulary, fused with the head before it: computed in pieces, with no [tokens, vocabulary] matrix."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from specdec.ops.likely import largest
 
 PIECE = 1 << 22  # logits of a piece, over all its steps: 16 MiB in fp32, of which a few copies live at once
 LEAST_ROWS = 16  # a piece of fewer rows would mostly wait for the head's weight to be read
@@ -21,36 +24,35 @@ def pieces(rows: int, width: int) -> Iterator[slice]:
 Head = Callable[[Tensor | None], Callable[[Tensor], Tensor]]
 
 
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class DeferredLogits:
     """Logits [B,T,V] that are computed where they are indexed, from a target's hidden states [B,T,H] and its head."""
 
     def __init__(self, hidden: Tensor, head: Head, vocab: int):
         """hidden: after the final norm. head: see `Head`."""
-        self.hidden, self.head, self.shape = hidden, head, (*hidden.shape[:2], vocab)
-        self._whole: Callable[[Tensor], Tensor] = head(None)
-        self._part: Callable[[Tensor], Tensor] | None = None
+        self.hidden, self.head, self.shape = hidden, cache(head), (*hidden.shape[:2], vocab)
         self.log_mass: Any = None  # [B,T] of the positions that `summarise` has read
         self.choice: Any = None  # the same
 
     def __getitem__(self, index: tuple[Tensor, Tensor]) -> Tensor:
         """Row and column indices [n] -> [n,V]."""
-        return self._whole(self.hidden[index])
+        return self.of(index, None)
 
-    def summarise(self, index: tuple[Tensor, Tensor], largest: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    def summarise(self, index: tuple[Tensor, Tensor]) -> Tensor:
         """Return the most likely tokens [n] at these positions, and store them with log sum exp of the logits."""
-        found = self[index]
-        found = found.to(torch.promote_types(found.dtype, torch.float32))
+        found = at_least_fp32(self[index])
         if self.log_mass is None:
             self.log_mass = found.new_zeros(self.shape[:2])
             self.choice = torch.zeros(self.shape[:2], dtype=torch.int64, device=found.device)
         self.log_mass[index], self.choice[index] = found.logsumexp(-1), largest(found)[1]
         return self.choice[index]
 
-    def of(self, index: tuple[Tensor, Tensor], ids: Tensor) -> Tensor:
-        """Return the logits [n,U] of the tokens `ids` [U], the same ids at each call."""
-        if self._part is None:
-            self._part = self.head(ids)
-        return self._part(self.hidden[index])
+    def of(self, index: tuple[Tensor, Tensor], ids: Tensor | None) -> Tensor:
+        """Return the logits [n,U] of the tokens `ids` [U], or of all."""
+        return self.head(ids)(self.hidden[index])
 
 
 class Judge(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.drafters.vocab import DraftVocab
 from specdec.ops.likely import largest
-from specdec.training.objectives.losses import DeferredLogits
+from specdec.training.objectives.losses import DeferredLogits, at_least_fp32
 
 
 class Student:
@@ -184,7 +184,7 @@ def read_choice(logits: TeacherLogits, here: tuple[Tensor, Tensor]) -> Tensor:
     """The target's most likely tokens [n], target ids, at `here`, rows [n] and columns [n]."""
     if isinstance(logits, TopTokens):
         return logits.choice[here]
-    return logits.summarise(here, largest) if isinstance(logits, DeferredLogits) else largest(logits[here])[1]
+    return logits.summarise(here) if isinstance(logits, DeferredLogits) else largest(logits[here])[1]
 
 
 def read_teacher(
@@ -207,15 +207,13 @@ def read_teacher(
             logp, rest, share = logp + share, rest + share, None
         return TopTeacher(logits.ids[here], logp, rest, share, logits.choice[here], labels[here])
     if summarised and isinstance(logits, DeferredLogits) and logits.choice is not None and vocab.ids is not None:
-        chosen, whole, choice = logits.of(here, vocab.ids).float(), logits.log_mass[here][:, None], logits.choice[here]
-        mass = chosen.logsumexp(-1, keepdim=True) if renormalise else whole
-        return Teacher(chosen - mass, mass - whole if renormalise else None, choice, labels[here])
-    found = logits[here]
-    found = found.to(torch.promote_types(found.dtype, torch.float32))
-    chosen = vocab.select(found)
+        chosen, choice = at_least_fp32(logits.of(here, vocab.ids)), logits.choice[here]
+        whole = logits.log_mass[here][:, None]
+    else:
+        found = at_least_fp32(logits[here])
+        chosen, choice = vocab.select(found), largest(found)[1]
+        whole = None if vocab.ids is None else found.logsumexp(-1, keepdim=True)
+    if whole is not None and not renormalise:
+        return Teacher(chosen - whole, None, choice, labels[here])
     mass = chosen.logsumexp(-1, keepdim=True)
-    part_of_mass: Tensor | None = None
-    if vocab.ids is not None:
-        whole = found.logsumexp(-1, keepdim=True)
-        mass, part_of_mass = (mass, mass - whole) if renormalise else (whole, None)
-    return Teacher(chosen - mass, part_of_mass, largest(found)[1], labels[here])
+    return Teacher(chosen - mass, None if whole is None else mass - whole, choice, labels[here])

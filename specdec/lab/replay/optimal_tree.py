@@ -31,9 +31,9 @@ def show(along: AlongTexts) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    kept = resolve(args.draft) / FILE if args.keep else None
-    if kept is not None:
-        check_writable(kept)
+    stored = resolve(args.draft) / FILE if args.keep else None
+    if stored is not None:
+        check_writable(stored)
     target, drafter = load_models(args)
     if args.topk > drafter.vocab.size:
         raise ValueError(f"topk is {args.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> None:
     accept, along = found[args.temperature].table(), found[args.temperature]
     paths = optimal_paths(accept, args.num_draft_tokens)
     try:
-        if kept is not None:
-            write_text(kept, Acceptance(tuple(found.values()), about).as_text())
+        if stored is not None:
+            write_text(stored, Acceptance(tuple(found.values()), about).as_text())
         if args.out is not None:
             write_tree(args.out, paths, f"Of {about}: see specdec/lab/replay/optimal_tree.py")
     finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> None:
         )
         pair = [w for name in ("target", "draft") if (value := getattr(args, name)) for w in (f"--{name}", value)]
         print(f"wrote {args.out}: specdec generate {shlex.join([*pair, '--tree', str(args.out)])}")
-    if kept is not None:
-        print(f"wrote {kept}")
+    if stored is not None:
+        print(f"wrote {stored}")
 
 
 def write_tree(file: Path, paths: list[tuple[int, ...]], comment: str) -> None:

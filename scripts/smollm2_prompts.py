@@ -28,8 +28,8 @@ from specdec.training.data import Record, read_records
 
 # Source: the largest number of its conversations.
 SOURCES = {
-    "gpteacher_codegen": 2000, "gpteacher_roleplay": 1800, "dolly": 2800, "oasst": 1300, "gsm": 1500,
-    "llamafactory": 800, "flan_cot": 700,
+    "gpteacher_codegen": 4600, "gpteacher_roleplay": 3500, "dolly": 6400, "oasst": 6000, "gsm": 3000,
+    "llamafactory": 1200, "flan_cot": 1000,
 }  # fmt: skip
 UNUSED = re.compile("toolformer|sgd|taskmaster|glaive")
 SUMMARISE = (
@@ -47,6 +47,26 @@ OBJECTS = (
     "all prime numbers below n", "two sorted lists", "the vowels of a string", "a list of dictionaries by a key",
     "a matrix", "a binary tree", "the most frequent character", "a sentence word by word",
     "the common elements of two sets", "a linked list", "the digits of an integer", "a list of intervals",
+)  # fmt: skip
+WRITE = (
+    "Write a short story about", "Write an email to a colleague about", "Write a blog post about",
+    "Compose a poem about", "Draft a speech about", "Write a persuasive essay about",
+    "Explain to a beginner the basics of", "Give me ten facts about", "What are the advantages and disadvantages of",
+    "Make a plan for a week that is devoted to", "Write a dialogue about", "Describe the history of",
+    "Which mistakes do people make with", "Write a product description that has to do with",
+    "Imagine you are an expert. Answer the five most common questions about", "Write an outline of a course on",
+)  # fmt: skip
+TOPICS = (
+    "photosynthesis", "supply and demand", "a trip to the sea", "electric cars", "the Roman Empire",
+    "learning to swim", "black holes", "remote work", "a lost dog", "sleep", "vaccines", "the water cycle", "chess",
+    "public libraries", "climate change", "gardening", "online privacy", "the French Revolution", "a new bakery",
+    "machine learning", "time management", "volcanoes", "a job interview", "jazz", "recycling", "the immune system",
+    "bicycles in cities", "a late delivery", "inflation", "friendship", "solar energy", "the human heart",
+    "mountain hiking", "poetry", "databases", "a school reunion", "earthquakes", "public speaking", "coffee",
+    "gravity", "saving money", "whales", "the printing press", "yoga", "space travel", "cooking pasta",
+    "a winter morning", "open-source software", "bees", "negotiation", "the moon", "antibiotics", "a power cut",
+    "museums", "probability", "street food", "rivers", "robots", "a difficult customer", "evolution",
+    "marathon running", "ancient Egypt", "photography", "a mystery in a small town",
 )  # fmt: skip
 FOLLOW_UPS = (
     "Can you explain that in more detail?", "Give an example.", "Summarize your answer in one sentence.",
@@ -120,6 +140,11 @@ def tasks() -> Iterator[Turns]:
         yield from ([f"Write a Python function that {verb} {thing}. Explain it briefly."] for thing in OBJECTS)
 
 
+def topics() -> Iterator[Turns]:
+    for start in WRITE:
+        yield from ([f"{start} {topic}."] for topic in TOPICS)
+
+
 def conversation(number: int, turns: Turns, rng: random.Random) -> dict:
     """Return a conversation of one or two questions, with answers to be replaced."""
     if len(turns) == 1 and rng.random() < 0.25:
@@ -146,7 +171,7 @@ def main() -> None:
     args, rng = p.parse_args(), random.Random(52)
     seen = benchmark_signatures(args.bench)
     asked = questions(args.conversations, seen, rng)
-    write([*asked, *passages(args.books, 900, rng), *functions(700, rng), *tasks()], args.out, rng)
+    write([*asked, *passages(args.books, 2000, rng), *functions(700, rng), *tasks(), *topics()], args.out, rng)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from specdec.drafters.formats import eagle3, eagle3_layout
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import Eagle3Meaning
 from specdec.drafters.formats.parts import dtype_name, shape_fields
-from specdec.model.names import bundled
+from specdec.model.names import public_name
 
 OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
 SPECULATIVE_TOKENS = 3  # a default for the server, which users override; the library's converter states the same
@@ -54,7 +54,7 @@ def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | 
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}],
             "default_proposal_method": "greedy",
             "verifier": {
-                "name_or_path": bundled(target.name) if target else None,  # demo/NAME is known here only
+                "name_or_path": public_name(target.name) if target else None,
                 "architectures": list(target.architectures) if target else [],
             },
         },

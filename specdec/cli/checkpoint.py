@@ -12,7 +12,7 @@ from specdec.cli.parser import read_flags
 from specdec.drafters.formats import Checkpoint, check, description, verdict, vllm
 from specdec.drafters.formats.convert import convert, export, start_command
 from specdec.drafters.formats.prompts import PROMPTS
-from specdec.model.names import bundled
+from specdec.model.names import public_name
 from specdec.model.weight_files import read_json
 from specdec.text import read_prompts
 
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         done = export(args.draft, args.out, server, args.target)
         _warn(done)
         print(f"for {server}: {args.out}")
-        if start := start_command(server, done, args.out, bundled(args.target or "TARGET")):
+        if start := start_command(server, done, args.out, public_name(args.target or "TARGET")):
             print(f"try it: {start}")
         for note in vllm.notes(read_json(args.out / "config.json")):
             print(f"note: {note}")

@@ -48,6 +48,12 @@ def bundled(name: str | os.PathLike) -> str:
     return str(inside) if str(name).startswith("demo/") and inside.exists() else str(name)
 
 
+def public_name(name: str | os.PathLike) -> str:
+    """Return a target's name as other programs find it: its hub name, or the folder of demo/NAME."""
+    model = PUBLISHED.get(str(name))
+    return model.hub if model else bundled(name)
+
+
 def called(path: str | os.PathLike) -> str:
     """A checkpoint as a user names it: demo/NAME for a bundled one, and any other as it is."""
     return f"demo/{Path(path).name}" if Path(path).parent == DEMO else str(path)

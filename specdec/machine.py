@@ -1,4 +1,4 @@
-"""The machine that a timing belongs to."""
+"""Description of the machine, which every timing depends on."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ def processor() -> str:
 
 
 def features() -> str:
-    """What a processor that bears this name can do here: the same code runs where this is the same."""
+    """Return the properties of this processor that decide whether compiled code can run on it."""
     return _cpuinfo("flags") or _cpuinfo("Features") or processor()
 
 
@@ -32,9 +32,11 @@ def _cpuinfo(name: str) -> str:
 
 
 def set_matmul_precision(name: str | None) -> None:
-    """How exact products of fp32 are in this process (`torch.set_float32_matmul_precision`); None leaves it as it is.
+    """Set the precision of fp32 products in this process (`torch.set_float32_matmul_precision`); None changes nothing.
 
-    Raises ValueError for another name."""
+    Raises:
+        ValueError: `name` is none of `PRECISIONS`.
+    """
     if name is None:
         return
     if name not in PRECISIONS:
@@ -43,7 +45,7 @@ def set_matmul_precision(name: str | None) -> None:
 
 
 def matmul_precision(device: torch.device) -> str:
-    """How exact products of fp32 are on the device, as torch is set: one of `PRECISIONS`."""
+    """Return torch's precision of fp32 products on the device: one of `PRECISIONS`."""
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     return {"bf16": "medium", "tf32": "high"}.get(backend.matmul.fp32_precision, "highest")
 

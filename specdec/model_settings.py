@@ -17,7 +17,8 @@ DEMO_TARGET, DEMO_DRAFTER = DEMO / "target", DEMO / "mtp"
 class ModelSettings:
     """Which target and which drafter, and how they are loaded.
 
-    Command lines and settings files use the names, types and defaults of these fields."""
+    Command lines and settings files use the names, types and defaults of these fields.
+    """
 
     target: str | None = None
     draft: str | None = None
@@ -32,22 +33,23 @@ class ModelSettings:
     device_map: str | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an empty name of the target or of the drafter."""
         for name in ("target", "draft"):
             if getattr(self, name) is not None and not str(getattr(self, name)).strip():
                 raise ValueError(f"{name} is empty: is a variable not set? Give a folder, a hub name, or None")
 
     def check_pair(self, otherwise: str = "") -> None:
-        """Raise ValueError for a target without a drafter, unless one is bundled for it. otherwise: what else helps."""
+        """Raise ValueError for a target without a drafter, given or bundled. otherwise: what else helps."""
         if self.draft is None and default_draft(self.target) is None:
             raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
 
     @property
     def drafter(self) -> str | Path:
-        """The name of the drafter that is loaded."""
+        """Return the name of the drafter that is loaded."""
         return self.draft or default_draft(self.target) or DEMO_DRAFTER
 
     def load_target(self) -> "LanguageModel":
-        """The target. A precision of products that is given holds for the whole process from now on."""
+        """Load the target. A given precision of products holds for the whole process from now on."""
         from specdec.machine import set_matmul_precision
         from specdec.model.loader import load_target
 
@@ -62,6 +64,7 @@ class ModelSettings:
         )
 
     def load_drafter(self, target: "LanguageModel") -> "Drafter":
+        """Load the drafter for this target, with its token map, feedback and dtype."""
         from specdec.drafters.formats import load_drafter
 
         return load_drafter(

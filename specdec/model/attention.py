@@ -1,4 +1,4 @@
-"""Attention over a cache, or of whole texts: what positions see, and the module."""
+"""Attention over a cache or over whole texts, and the masks that it needs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.model.cache import KVCache
 from specdec.model.layers import Freezable, Linear, RMSNorm
@@ -17,31 +18,33 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [B,n,heads,Dh], k, v [B
 
 
 def document_positions(documents: Tensor) -> Tensor:
-    """Positions of tokens within their own documents: documents [B,T], equal numbers standing together -> [B,T]."""
+    """Return positions within documents: documents [B,T], adjacent equal numbers are one document -> [B,T]."""
     rows = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return rows - (rows * begins).cummax(1).values
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Position t sees s iff s <= t and both are of one document: documents [B,T] -> [B,T,T] bool."""
+    """Return the causal mask within documents: [B,T] -> [B,T,T] bool, True where t sees s."""
     rows = torch.arange(documents.shape[1], device=documents.device)
     return (documents[:, :, None] == documents[:, None]) & (rows[:, None] >= rows)
 
 
 class NoCache:
-    """The view of a forward that keeps nothing: causal over its own positions, or, with a mask [B,T,T] bool, over what
-    that shows of them. For training."""
+    """Attention without a cache, for training: causal, or by a mask."""
 
     def __init__(self, window: int | None = None, scale: float | None = None, mask: Tensor | None = None):
+        """Attend within `window` positions if given, and if a mask [B,T,T] bool is given, where it is True."""
         self.window, self.scale, self.mask = window, scale, mask
         if mask is not None and window is not None:
             self.mask = mask & mask.new_ones(mask.shape[1:]).triu(1 - window)
 
     def layer(self, index: int) -> Attend:
+        """Return the `Attend` of a layer."""
         return partial(self.attend, index)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention [B,T,heads*Dh] of q [B,T,heads,Dh] over k and v [B,T,K,Dh]."""
         if self.mask is None:
             return attend_causal(q, k, v, self.window, self.scale)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -49,13 +52,11 @@ class NoCache:
 
 
 class CacheView:
-    """What like layers of one forward share: where n new positions go in the cache, and what each of them sees.
+    """Where n new positions go in the cache, and what each of them sees. Layers of one kind share it in a forward.
 
-    The new positions take the scratch slots from lens + offset on. ancestors [B,n,offset+n] bool says which scratch
-    slots each of them sees, itself included; None means causal. All committed slots are visible, except those `window`
-    or more positions before it. For that the depth [B,n] of the new positions must be known; scratch slots before
-    `offset` are assumed to be as deep as the new ones. groups is the number of query heads to a key head,
-    slots [B*n] where the new positions go, for a caller that knows it already.
+    The new positions take the scratch slots from lens + offset on. All committed slots are visible, except those
+    `window` or more positions before the new one. Scratch slots before `offset` are assumed to be as deep as the new
+    ones.
 
     The rows of a prefill are empty, so it attends to its own positions only. A single causal position of a single row
     reads `max_len` slots without a mask: there, in plain decoding, `max_len` must be exact.
@@ -75,6 +76,20 @@ class CacheView:
         scale: float | None = None,
         slots: Tensor | None = None,
     ):
+        """Take the n scratch slots after `offset`.
+
+        Args:
+            cache: The cache.
+            n: Number of new positions per row.
+            ancestors: [B,n,offset+n] bool, the scratch slots that each position sees, itself included; None: causal.
+            groups: Query heads per key head.
+            offset: Scratch slots that an earlier forward has filled.
+            prefill: The rows are empty.
+            depth: [B,n] position after the committed length; needed with a window.
+            window: Positions that a layer sees; None for all.
+            scale: Factor of the scores; None for 1 / sqrt(Dh).
+            slots: [B*n] flat indices of the new positions, if the caller has them.
+        """
         self.cache, self.scale, self.fresh, self.seen = cache, scale, prefill, None
         self.slots = cache.slots_of(cache.places[offset : offset + n]) if slots is None else slots
         # No position exceeds its slot, so a window of all visible slots hides nothing.
@@ -87,18 +102,20 @@ class CacheView:
             )  # fmt: skip
 
     def layer(self, index: int) -> "CacheView":
-        """Turn the view to a layer and return it. Until the next call it is the `Attend` of this layer: one object for
-        all layers takes less time in small models."""
+        """Switch the view to a layer and return it.
+
+        Until the next call it is the `Attend` of this layer. One object for all layers takes less time in small models.
+        """
         self.index, self.flat, self.heads = index, self.cache.flat[index], self.cache.heads[index]
         return self
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend, and store k and v."""
+        """Store k and v, and return the attention of q."""
         self.cache.write(self.index, self.slots, k, v)
         return attend_causal(q, k, v, self.window, self.scale) if self.fresh else self.attention(q, *self.heads)
 
     def of_rows(self, rows: Tensor, rope: tuple[Tensor, Tensor], write: Callable[..., Tensor]) -> Tensor:
-        """The same from rows [B*n,heads+2K,Dh] of q, k and v that are not rotated yet, by what `rope_write` gives."""
+        """Attend from rows [B*n,heads+2K,Dh] of unrotated q, k and v, with the rotation of `rope_write`."""
         q = write(rows, *rope, self.slots, *self.flat)
         if self.fresh:  # a prompt attends to its own positions
             k, v = self.cache.layers[self.index][:, :, : q.shape[1]]
@@ -107,8 +124,7 @@ class CacheView:
 
 
 class Attention(Freezable):
-    """Grouped-query self-attention over x [B*n,H] or [B,n,H]; q, k and v are computed by one matrix, with rows in this
-    order."""
+    """Grouped-query self-attention over x [B*n,H] or [B,n,H]; one matrix computes q, k and v, rows in this order."""
 
     adds: dict[RMSNorm, Callable[..., tuple[Tensor, Tensor]]]  # by the norm that follows, while the module is frozen
 
@@ -124,9 +140,18 @@ class Attention(Freezable):
         o_bias: bool = False,
         norm: type[RMSNorm] = RMSNorm,
     ):
-        """shape: has `hidden`, `heads`, `kv_heads`, `head_dim` and `eps`. width: of x. gate: each query head has a gate
-        of its size for the head's output (Qwen3-Next). rotary_dim: only so many of a head's dimensions are rotated
-        (GLM-4.5, Qwen3-Next)."""
+        """Create the projections and, with `qk_norm`, the norms of the heads of q and k.
+
+        Args:
+            shape: An object with `hidden`, `heads`, `kv_heads`, `head_dim` and `eps`.
+            width: Size of x.
+            bias: q, k and v have a bias.
+            qk_norm: Each head of q and k is normalised.
+            gate: Each query head has a gate of its size for the head's output (Qwen3-Next).
+            rotary_dim: Number of a head's dimensions that are rotated (GLM-4.5, Qwen3-Next); None for all.
+            o_bias: The output has a bias.
+            norm: Class of the norms.
+        """
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
         self.gate, self.rotary_dim = gate, rotary_dim or shape.head_dim
@@ -138,17 +163,20 @@ class Attention(Freezable):
 
     @property
     def whole(self) -> bool:
-        """Heads are rotated as a whole, and have no gates: calls of several operators know no others."""
+        """Return whether heads are rotated as a whole and have no gates, as fused operators require."""
         return not self.gate and self.rotary_dim == self.head_dim
 
+    @override
     def freeze(self) -> None:
         super().freeze()
         self.adds = {}
 
+    @override
     def bind(self) -> Callable[..., Tensor]:
         """Return the function (x, rope, attend) -> attention(x)."""
         return self._bind(self.qkv.bind(), self.o.bind())
 
+    @override
     def forward(self, *inputs: Any) -> Tensor:
         if self.frozen is None and torch.is_grad_enabled():  # autocast keeps what it makes of a module's weight
             return self._bind(self.qkv, self.o)(*inputs)
@@ -170,7 +198,7 @@ class Attention(Freezable):
         return attention
 
     def _bind_heads(self) -> Callable[..., Tensor]:
-        """Return what is between the two products: rows [B,n,heads,Dh] of q, k and v -> [B,n,heads*Dh]."""
+        """Return the function between the two products: q, k and v [B,n,heads,Dh] -> [B,n,heads*Dh]."""
         heads, kv_heads, gated, some = self.heads, self.kv_heads, self.gate, self.rotary_dim
         q_norm, k_norm = (norm and norm.bind() for norm in (self.q_norm, self.k_norm))
         q_rows, part = heads * (2 if gated else 1), some < self.head_dim
@@ -196,7 +224,7 @@ class Attention(Freezable):
     def add(
         self, residual: Tensor, x: Tensor, norm: RMSNorm, rope: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, Tensor]:
-        """residual + attention(x), and its norm."""
+        """Return residual + attention(x), and its norm."""
         if self.frozen is None:
             return norm(self(x, rope, attend), residual)
         if norm not in self.adds:

@@ -1,4 +1,4 @@
-"""The key/value cache: static, one tensor per layer, lengths on the device; rows join it and leave it."""
+"""The key/value cache: static, one tensor per layer, lengths on the device; rows can join and leave."""
 
 from collections.abc import Sequence
 from typing import Self
@@ -28,7 +28,7 @@ class KVCache:
     """
 
     def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor):
-        """All rows are in use, and empty."""
+        """Allocate `rows` empty rows of `slots` slots, all in use, with the device and dtype of `like`."""
         shape = (2, rows, slots, kv_heads, head_dim)
         self.memory = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]
         self.slots, self.shape, self.like = slots, (kv_heads, head_dim), like.new_empty(0)
@@ -41,8 +41,10 @@ class KVCache:
         self._use(0, rows)
 
     def _use(self, first: int, count: int) -> None:
-        """Take `count` rows from `first` on for those in use. The views that every forward needs are made here, once:
-        on the CPU a view costs a good part of a small operator."""
+        """Use `count` rows from `first` on.
+
+        The views that every forward needs are made here, once: on the CPU a view costs a good part of a small operator.
+        """
         self.batch = count
         self.layers = [kv[:, first : first + count] for kv in self.memory]  # each [2,B,S,K,Dh]
         self.heads = [kv.transpose(2, 3).unbind() for kv in self.layers]  # keys and values, each [B,K,S,Dh]
@@ -51,24 +53,26 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """R, the number of rows that there is memory for."""
+        """Return R, the number of rows that were allocated."""
         return len(self.all_lens)
 
     def clear(self, batch: int) -> Self:
-        """Forget all rows, and have `batch` empty ones in use. What the slots hold stays, unseen."""
+        """Empty all rows and use the first `batch`. The slots keep their contents, which nothing sees."""
         self.all_lens.zero_()
         self.max_len = 0
         self._use(0, batch)
         return self
 
     def resize(self, batch: int) -> None:
-        """Have the first `batch` rows in use, with what they hold."""
+        """Use the first `batch` rows, with their contents."""
         self._use(0, batch)
 
     def admit(self, first: int, count: int, longest: int) -> Self:
-        """Return rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory. Rows that
-        join are prefilled there, while the other rows are being decoded. From now on this cache uses them too, and they
-        hold up to `longest` positions."""
+        """Return rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory.
+
+        The returned cache prefills the new rows while other rows decode. From now on this cache uses the new rows too,
+        and they hold up to `longest` positions.
+        """
         if first > self.batch or first + count > self.capacity:
             raise ValueError(
                 f"rows {first} to {first + count - 1} cannot join a cache of {self.batch} rows with room for "
@@ -84,11 +88,11 @@ class KVCache:
         return part
 
     def scratch(self) -> "KVCache":
-        """An empty cache of one row, of this kind and with as many slots, in memory of its own."""
+        """Return an empty cache of one row, of this class and with as many slots, in memory of its own."""
         return KVCache(len(self.memory), 1, self.slots, *self.shape, like=self.like)
 
     def take(self, other: "KVCache", length: int) -> None:
-        """Let the only row of this part of a cache be that of `other`, which has `length` tokens."""
+        """Copy the first `length` tokens of the only row of `other` into the only row of this part of a cache."""
         self.hold(other.layers, length)
 
     def hold(self, layers: Sequence[Tensor], length: int) -> None:
@@ -99,7 +103,7 @@ class KVCache:
         self.max_len = length
 
     def compact(self, survivors: Survivors) -> None:
-        """Keep these rows only, none of which is longer than `max_len`."""
+        """Drop all rows but these, none of which is longer than `max_len`."""
         for layer in self.layers:
             for row, place in survivors.moves:  # row by row: on the CPU operators with indices take six times as long
                 layer[:, place, : self.max_len] = layer[:, row, : self.max_len]
@@ -107,7 +111,7 @@ class KVCache:
         self._use(0, survivors.count)
 
     def slots_of(self, offsets: Tensor) -> Tensor:
-        """Flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""
+        """Return flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""
         return (self.row_start + self.lens[:, None] + offsets).flatten()
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
@@ -117,7 +121,7 @@ class KVCache:
         values.index_copy_(0, slots, v.reshape(slots.shape[0], -1))
 
     def read(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots from `first` on, each [B,K,count,Dh]."""
+        """Return keys and values of the slots from `first` on, each [B,K,count,Dh]."""
         keys, values = self.heads[layer]
         return keys.narrow(2, first, count), values.narrow(2, first, count)
 
@@ -127,11 +131,11 @@ class KVCache:
         return [layer[:, row, :length] for layer in self.layers]
 
     def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
-        """Keep the nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; then lens += n [B] <= max_len."""
+        """Commit nodes path [B,P] of the last forward: slot lens+path[k] -> lens+k; lens += n [B] <= max_len."""
         self.move(self.lens, path, n)
         self.advance(n, max_len)
 
     def advance(self, n: Tensor, max_len: int) -> None:
-        """Keep the first n [B] positions of the last forward in place."""
+        """Commit the first n [B] positions of the last forward in place."""
         self.lens += n
         self.max_len = max_len

@@ -1,4 +1,4 @@
-"""Read and write checkpoint folders of the Hugging Face form, strictly.
+"""Read and write checkpoint folders in the Hugging Face layout, strictly.
 
 A tensor that is missing, left over or of another shape is an error that names it. Pickles (.bin, .pt) are opened by
 torch's restricted unpickler only, which makes tensors and plain values, and runs no code.
@@ -28,7 +28,7 @@ SCALE = "_scale"  # follows the name of a tensor in int8, as in compressed-tenso
 
 
 def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a checkpoint folder, one at a time: all, or those in `only`."""
+    """Yield names and tensors of a checkpoint folder, one at a time: all, or those in `only`."""
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
             yield from read_file(file, only)
@@ -38,7 +38,7 @@ def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[
 
 
 def read_file(file: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a safetensors file, one at a time: all, or those in `only`. Weights in int8 become fp32."""
+    """Yield names and tensors of a safetensors file: all, or those in `only`. Weights in int8 become fp32."""
     with _safe_open(file) as reader:
         rounded = _rounded(reader)
         for name in reader.keys():  # noqa: SIM118 (safe_open is not a dict)
@@ -49,7 +49,7 @@ def read_file(file: Path, only: Collection[str] | None = None) -> Iterator[tuple
 
 
 def _rounded(reader: safe_open) -> set[str]:
-    """Names of the int8 tensors that have scales in the same file (`round_rows`)."""
+    """Return the names of int8 tensors that have scales in the same file (`round_rows`)."""
     names = set(reader.keys())
     return {name for name in names if name + SCALE in names and reader.get_slice(name).get_dtype() == "I8"}
 
@@ -80,9 +80,7 @@ def round_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
-    """Names, shapes and dtypes of a checkpoint's tensors, as tensors on the meta device. No weight is read.
-
-    Raises ValueError for a tensor that two files hold."""
+    """Return a checkpoint's tensors on the meta device, without reading weights; ValueError if two files hold one."""
     headers: dict[str, Tensor] = {}
     for file in weight_files(folder):
         found = _safetensors_headers(file) if file.suffix == ".safetensors" else _pickled_tensors(file, "meta")
@@ -154,7 +152,7 @@ def named_tensors(content: object, file: Path) -> dict[str, Tensor]:
 
 
 def read_pickle(file: Path, device: str = "cpu"):
-    """The tensors and plain values in a .bin or .pt. Raises ValueError, and runs nothing, if it holds anything else."""
+    """Return the tensors and plain values in a .bin or .pt. Raises ValueError, and runs no code, for other contents."""
     try:
         return torch.load(file, map_location=device, weights_only=True)
     except pickle.UnpicklingError:
@@ -168,7 +166,9 @@ def read_pickle(file: Path, device: str = "cpu"):
 
 def check_shapes(source: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]]) -> None:
     """Raise ValueError for the first tensor whose shape differs from the config's, before anything is allocated.
-    `StrictFill` finds tensors that are missing or left over."""
+
+    `StrictFill` finds tensors that are missing or left over.
+    """
     for name, shape in wanted.items():
         if name in tensors and tuple(tensors[name].shape) != tuple(shape):
             raise _misfit(source, name, tensors[name].shape, shape)
@@ -182,15 +182,20 @@ class StrictFill:
     """Fill parameters from named tensors, each exactly once. A fused parameter is filled in parts."""
 
     def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]], finite: bool = False):
-        """source: the checkpoint's name, for errors. parameters: tensor name -> (our tensor, first row, number of
-        rows). finite: refuse NaN and Inf."""
+        """Prepare to fill parameters.
+
+        Args:
+            source: The checkpoint's name, for errors.
+            parameters: Tensor name -> (our tensor, first row, number of rows).
+            finite: Reject NaN and Inf.
+        """
         self.source, self.parameters, self.missing, self.finite = source, parameters, set(parameters), finite
 
     def put(self, name: str, value: Tensor) -> bool:
-        """Copy a tensor to its place. False if the name is none of ours.
+        """Copy a tensor to its place. Return False if no parameter has this name.
 
-        Raises ValueError for a wrong shape, whole numbers, a second tensor of the name, and for NaN or Inf if they are
-        refused."""
+        Raises ValueError for a wrong shape, whole numbers, a second tensor of the name, and NaN or Inf if rejected.
+        """
         if name not in self.parameters:
             return False
         if name not in self.missing:
@@ -216,7 +221,7 @@ class StrictFill:
 
 
 def fused(linear: nn.Linear, names: list[str], rows: list[int]) -> dict[str, tuple[Tensor, int, int]]:
-    """Tensor names of separate projections -> where their rows lie in one fused linear map."""
+    """Map tensor names of separate projections to their rows in one fused linear map."""
     out, start = {}, 0
     for name, count in zip(names, rows, strict=True):
         out[f"{name}.weight"] = (linear.weight, start, count)
@@ -227,12 +232,12 @@ def fused(linear: nn.Linear, names: list[str], rows: list[int]) -> dict[str, tup
 
 
 def whole(module: nn.Module, name: str) -> dict[str, tuple[Tensor, int, int]]:
-    """Tensor names of a module's parameters -> the parameters, each as a whole."""
+    """Map the names of a module's parameters, after the prefix `name`, to the whole parameters."""
     return {f"{name}.{key}": (p, 0, p.shape[0]) for key, p in module.named_parameters()}
 
 
 def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:
-    """The dtype that a name means; 'auto' is fp32 on the CPU, and elsewhere what the config states, or bf16."""
+    """Return the dtype of a name; 'auto' is fp32 on the CPU, and elsewhere the config's dtype, or bf16."""
     if dtype in DTYPES:
         return DTYPES[dtype]
     if dtype != "auto":
@@ -245,7 +250,7 @@ def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:
 
 
 def check_device(device: str) -> torch.device:
-    """The device of a name; ValueError if torch cannot use it here."""
+    """Return the device of a name; ValueError if torch cannot use it on this machine."""
     try:
         torch.zeros(1, device=device).item()
     except Exception as error:  # of torch's many back ends each has its own
@@ -261,13 +266,18 @@ def write_folder(
     apart: tuple[str, str] | None = None,
     pickles: Mapping[str, object] | None = None,
 ) -> None:
-    """Write config.json and model.safetensors as one folder, whole or not at all, and the drafter's measured acceptance
-    with them if there is one. They replace older ones.
+    """Write config.json and model.safetensors as one folder, whole or not at all, replacing older files.
 
-    apart: the name of a pickle, and the prefix of the tensors that it holds. pickles: further pickles by their names;
-    None in the place of one only means that an older one may be replaced.
+    Args:
+        folder: The checkpoint folder.
+        config: Contents of config.json.
+        tensors: Weights by name.
+        acceptance: The drafter's measured acceptance, if there is one.
+        apart: Name of a pickle, and the prefix of the tensors that it holds.
+        pickles: Further pickles by name; None for a pickle only allows replacing an older one.
 
-    Raises ValueError if the folder holds anything else, which would be lost, or cannot be written.
+    Raises:
+        ValueError: The folder holds other files, which would be lost, or cannot be written.
     """
     (pickle_name, prefix), pickles = apart or ("", ""), pickles or {}
 

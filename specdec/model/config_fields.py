@@ -1,7 +1,7 @@
-"""The fields of config.json that are read anywhere: their types, and the ranges that models can have.
+"""The fields of config.json that any reader uses: their types, and the ranges that models can have.
 
-The largest published models are below a tenth of each upper bound. What is above it is a mistake, and would be
-allocated before anybody sees that.
+The largest published models are below a tenth of each upper bound. A larger value is a mistake; without the check it
+would be allocated first.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ NO_NULL: Any = None  # default of a field that a file may leave out, but not set
 
 @dataclass
 class RopeFields:
-    """`rope_scaling` and `rope_parameters`."""
+    """Fields of `rope_scaling` and `rope_parameters`."""
 
     rope_type: str = "default"
     type: str = "default"
@@ -31,7 +31,7 @@ class RopeFields:
 
 @dataclass
 class ConfigFields:
-    """config.json of a target or of a drafter, whatever its family. No file has all of them."""
+    """Fields of config.json of a target or of a drafter, whatever its family. No file has all of them."""
 
     model_type: str | None = None
     architectures: list[str] | None = None
@@ -107,9 +107,13 @@ DIAGNOSED = (
 def check_config(config: dict, where: str, native: bool = True, any_range: Collection[str] = ()) -> None:
     """Raise ValueError, with the field's name, for a value that no model has.
 
-    native: False for a family that only transformers knows. Its fields may be null, texts, or lists with an entry a
-    layer: only its numbers are looked at.
-    any_range: fields of which only the type counts, such as `DIAGNOSED`."""
+    Args:
+        config: Parsed config.json.
+        where: Its file, for errors.
+        native: False for a family that only transformers knows. Its fields may be null, texts, or lists with an entry
+            per layer: only its numbers are checked.
+        any_range: Fields of which only the type is checked, such as `DIAGNOSED`.
+    """
     read = config if native else {k: v for k, v in config.items() if isinstance(v, int | float) or k == "model_type"}
     check(ConfigFields, read, where, any_range)
     for name in ("rope_scaling", "rope_parameters"):
@@ -132,9 +136,10 @@ def _check_rope(rope: dict, where: str, any_range: Collection[str]) -> None:
 
 
 def head_shape(config: dict, **differences: Any) -> dict[str, int]:
-    """Heads, key-value heads and the size of a head, as a checked config states them.
+    """Return `heads`, `kv_heads` and `head_dim` of a checked config.
 
-    Raises ValueError for heads that do not divide, and KeyError for a field that is missing."""
+    Raises ValueError for heads that do not divide, and KeyError for a field that is missing.
+    """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     found = {
         "heads": heads,

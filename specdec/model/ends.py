@@ -1,13 +1,14 @@
 """The ends of a target: embedding, final norm and head, without the layers between them.
 
-A drafter that learns from features on disk asks a target for nothing else. So it can learn from one that no machine at
-hand can hold, and that runs in a server: the ends of a 70B model are 4 GB in bf16.
+A drafter that learns from features on disk needs nothing else of a target. So it can learn from a target that no
+local machine can hold and that runs in a server: the ends of a 70B model are 4 GB in bf16.
 """
 
 import os
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.model.archs import ModelConfig, NotNative, read_config
 from specdec.model.archs.tensors import text_name
@@ -29,24 +30,28 @@ class TargetEnds(Target):
     """A `Target` without its layers. `config` is that of the whole."""
 
     def __init__(self, config: ModelConfig):
+        """Create empty ends; `config` is that of the whole target."""
         super().__init__(config)
         self.blocks = ModuleList()
         self.sizes: dict[int, float] = {}  # hidden state -> its root mean square, set by a caller that ran the layers
 
+    @override
     def forward(self, *_, **__):
-        """Raises ValueError: it cannot run."""
+        """Raise ValueError: a target without layers cannot run."""
         raise ValueError(f"of {self.name} only the ends are loaded, so it cannot run: load the whole target")
 
 
 def every_token(vocab: int) -> Tensor:
-    """[64] token ids from all over a vocabulary, to measure a target by before there is any text."""
+    """Return [64] token ids from all over a vocabulary, to measure a target without any text."""
     return torch.linspace(0, vocab - 1, 64).long()
 
 
 @torch.no_grad()
 def state_sizes(target, taps: tuple[int, ...]) -> Tensor:
-    """[len(taps)], the root mean square of these hidden states over `every_token`. A `TargetEnds` returns the sizes
-    that it was given, and 1 without any."""
+    """Return [len(taps)], the root mean square of these hidden states over `every_token`.
+
+    A `TargetEnds` returns the sizes that it was given, and 1 without any.
+    """
     if isinstance(target, TargetEnds):
         return torch.tensor([target.sizes.get(tap, 1.0) for tap in taps], device=target.device)
     tokens = every_token(target.vocab).to(target.device)[None]
@@ -54,15 +59,18 @@ def state_sizes(target, taps: tuple[int, ...]) -> Tensor:
 
 
 def root_mean_square(states: Tensor) -> Tensor:
-    """Of states [T,count,H], for each of the `count`."""
+    """Return the root mean square [count] of states [T,count,H]."""
     return states.square().mean((0, 2)).sqrt()
 
 
 def read_ends(raw: dict, name: str, head: bool) -> ModelConfig:
-    """Return the config of the ends from config.json. For a family whose layers are not native, it has the attention
-    heads that a fresh drafter gets.
+    """Return the config of the ends from config.json. `head`: the files hold a head.
 
-    head: the files hold one. Raises ValueError for a family whose ends are not known."""
+    For a family whose layers are not native, the config has the attention heads that a fresh drafter gets.
+
+    Raises:
+        ValueError: The ends of this family are not known.
+    """
     # Quantised layers do not matter here. A quantised end is refused, as it holds whole numbers.
     raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     try:
@@ -92,8 +100,11 @@ def read_ends(raw: dict, name: str, head: bool) -> ModelConfig:
 
 
 def load_ends(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cpu") -> TargetEnds:
-    """The ends and the tokenizer of a target in a checkpoint folder or under a hub name: of a native family, or of
-    `PLAIN` or `OFFSET`. Arguments and errors are as of `load_target`; of the files only the ends' tensors are read."""
+    """Load the ends and the tokenizer of a target from a checkpoint folder or a hub name.
+
+    The family is native, or in `PLAIN` or `OFFSET`. Only the tensors of the ends are read. Arguments and errors: see
+    `load_target`.
+    """
     folder, name = resolve(path), str(path)
     raw, place, headers = read_json(folder / "config.json"), check_device(device), read_headers(folder)
     config = read_ends(raw, name, any(text_name(tensor, raw) == "lm_head.weight" for tensor in headers))

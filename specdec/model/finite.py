@@ -1,4 +1,4 @@
-"""NaN and Inf in weights: of a training run that diverged, or a tensor that was never filled."""
+"""Count NaN and Inf in weights, from a training run that diverged or a tensor that was never filled."""
 
 from torch import Tensor
 
@@ -9,7 +9,8 @@ def nonfinite(name: str, tensor: Tensor) -> str:
     """Return how many values of a tensor are NaN or Inf; empty if none is.
 
     A sum is finite only if all values are. It reads the tensor once, at the speed of memory; `isfinite` takes ten times
-    as long on a CPU. Values are counted only if the sum is not finite, which large numbers can cause too."""
+    as long on a CPU. Values are counted only if the sum is not finite, which large numbers can cause too.
+    """
     if not tensor.is_floating_point():
         return ""
     if tensor.element_size() == 1:  # torch does not add fp8

@@ -1,4 +1,4 @@
-"""The parts of generation_config.json that decoding uses, EOS tokens, and those that it ignores."""
+"""The parts of generation_config.json: EOS tokens, which decoding uses, and fields that it ignores."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ DRAWN = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff"
 
 
 def note_generation(folder: Path, name: str) -> None:
-    """Print one line on standard error that names what generation_config.json asks for and decoding leaves out."""
+    """Print one line on standard error that names the fields of generation_config.json that decoding ignores."""
     file = folder / "generation_config.json"
     stated = read_json(file) if file.exists() else {}
     left = {key: stated[key] for key, neutral in GENERATION.items() if stated.get(key) not in (None, [], {}, neutral)}
@@ -33,7 +33,7 @@ def note_generation(folder: Path, name: str) -> None:
 
 
 def read_eos(folder: Path, config: dict) -> frozenset[int]:
-    """End-of-sequence ids, from generation_config.json if there is one, as transformers reads them."""
+    """Return the end-of-sequence ids, from generation_config.json if there is one, as transformers reads them."""
     generation = folder / "generation_config.json"
     stated = read_json(generation) if generation.exists() or generation.is_symlink() else {}
     check(ConfigFields, stated, str(generation))
@@ -42,5 +42,6 @@ def read_eos(folder: Path, config: dict) -> frozenset[int]:
 
 
 def ends_of(config: dict) -> list[int]:
+    """Return `eos_token_id` of a config or of its `text_config` as a list; empty if there is none."""
     eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
     return [eos] if isinstance(eos, int) else eos or []

@@ -77,7 +77,7 @@ def _make_room(cache: Path) -> None:
 
 
 def _unpack(file: Path, made: Path, rounded: bool) -> None:
-    """Write the folder `made`."""
+    """Write the folder `made` from the file."""
     fields, tensors = _read_header(file)
     print(f"note: {file.name} is unpacked once into {made.parent.parent}", file=sys.stderr)
     model, tokenizer, missing = _read(file, fields)
@@ -172,8 +172,11 @@ def _check_complete(file: Path, weights: dict[str, Tensor], tensors: dict[str, T
 
 
 def _add_unread(file: Path, config: dict, fields: dict, divisors: Tensor | None) -> None:
-    """Add to the config what the file states and transformers does not read: the scaling of the rope, Gemma 3's rope of
-    sliding layers, and the scale of its attention, which llama.cpp derives."""
+    """Add to the config what the file states and transformers does not read.
+
+    These fields are the scaling of the rope, Gemma 3's rope of sliding layers, and the scale of its attention, which
+    llama.cpp derives.
+    """
     arch, rope = fields["general.architecture"], config["rope_parameters"]
     if arch == "gemma3":
         heads = config["num_attention_heads"]

@@ -1,4 +1,4 @@
-"""What the modules of transformers take for their cache: views of ours, made for one forward."""
+"""Caches that the modules of transformers receive: views of ours, made for one forward."""
 
 from typing import cast
 
@@ -7,22 +7,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from typing_extensions import override
 
 from specdec.model.cache import KVCache
 from specdec.model.recurrent import HybridCache, Plan, State
 
 
 class SlotCache(Cache):
-    """The cache that transformers' modules see in one forward. They write into a KVCache at our slots, and read it."""
+    """The cache that transformers' modules receive in one forward: it reads and writes our slots of a KVCache."""
 
     def __init__(self, cache: KVCache, n: int, offset: int = 0, plan: Plan | None = None):
-        """plan: of a HybridCache, how recurrent layers are run."""
+        """View a cache for n new positions after `offset` scratch slots; `plan` says how recurrent layers run."""
         super().__init__(layers=[])
         self.cache, self.plan = cache, plan
         self.place = cache.place if isinstance(cache, HybridCache) else range(len(cache.layers))
         self.slots = cache.slots_of(torch.arange(offset, offset + n, device=cache.lens.device))
         self.visible = min(cache.max_len + offset + n, cache.slots)
 
+    @override
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs):
         """Store keys and values [B,K,N,Dh] after the committed part; return all visible slots [B,K,visible,Dh]."""
         new, place = (key_states, value_states), self.place[layer_idx]
@@ -33,54 +35,64 @@ class SlotCache(Cache):
         # A layer may be on another device than the cache (`model.hf_place`).
         return tuple(x.narrow(3, 0, y.shape[-1]).to(y.device) for x, y in zip(stored, new, strict=True))
 
+    @override
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.cache.max_len
 
+    @override
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.visible, 0
 
+    @override
     def __len__(self) -> int:
         return len(self.cache.layers)
 
 
 class StateView(Cache):
-    """The cache that a recurrent module sees while it runs over some positions: the states that it starts from, then
-    those after the positions."""
+    """The cache of a recurrent module while it runs: the states before its positions, then those after them."""
 
     def __init__(self, state: State):
+        """Start from `state`; updates replace its entries."""
         super().__init__(layers=[])
         self.state = state
 
+    @override
     def has_previous_state(self, *args, **kwargs) -> bool:
         return True  # an empty state is one of zeros
 
+    @override
     def is_recording_past(self, layer_idx: int) -> bool:
         return True  # then a single position goes the way of several, and the module writes no state itself
 
+    @override
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self.state[f"convolution {state_idx}"]
 
+    @override
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self.state[f"recurrent {state_idx}"]
 
+    @override
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
-        """Keep the last inputs of those before and the new ones [R,C,T]; return all of them."""
+        """Store the last inputs of the earlier and the new ones [R,C,T]; return all of them."""
         stored = self.get_conv_state(layer_idx, state_idx)
         whole = torch.cat([stored, conv_states], -1)
         self.state[f"convolution {state_idx}"] = whole[..., -stored.shape[-1] :]
         return whole
 
+    @override
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs) -> Tensor:
         self.state[f"recurrent {state_idx}"] = recurrent_states
         return recurrent_states
 
 
 class Recurrent:
-    """Put before the class of a recurrent module of transformers, so that our cache decides how it is run."""
+    """Base class put before a recurrent module's class in transformers, so that our cache runs the module."""
 
     layer_idx: int
 
     def forward(self, hidden_states: Tensor, *args, **kwargs) -> Tensor:
+        """Run the module over the states of our cache if it receives a `SlotCache`, else unchanged."""
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, SlotCache)), None)
         forward = super().forward  # type: ignore[misc]  # of the class that follows
         if cache is None:
@@ -96,7 +108,7 @@ class Recurrent:
 
 
 def read_states(cache: DynamicCache) -> dict[int, State]:
-    """By layer, the states that a forward has left in a cache of transformers; of layers that have any."""
+    """Return, by layer, the states that a forward has left in a cache of transformers."""
     return {
         layer: {f"convolution {i}": x for i, x in part.conv_states.items() if x is not None}
         | {f"recurrent {i}": x for i, x in part.recurrent_states.items() if x is not None}
@@ -106,24 +118,27 @@ def read_states(cache: DynamicCache) -> dict[int, State]:
 
 
 class Traced(DynamicCache):
-    """Notes which module is running when a state is updated."""
+    """A cache that notes which module is running when a state is updated."""
 
     def __init__(self, config: PretrainedConfig):
+        """Start with no module noted; `config` is that of the model."""
         super().__init__(config=config)
         self.running: list[nn.Module] = []
         self.found: set[nn.Module] = set()
 
+    @override
     def update_conv_state(self, *args, **kwargs) -> Tensor:
         self.found.add(self.running[-1])
         return super().update_conv_state(*args, **kwargs)
 
+    @override
     def update_recurrent_state(self, *args, **kwargs) -> Tensor:
         self.found.add(self.running[-1])
         return super().update_recurrent_state(*args, **kwargs)
 
 
 def trace(model: nn.Module, cache: Traced, **inputs):
-    """A forward of the model over `cache`, which learns which modules keep a state."""
+    """Run the model over `cache`, which notes the modules that store a state."""
 
     def enter(module: nn.Module, args) -> None:
         cache.running.append(module)

@@ -1,4 +1,4 @@
-"""Check that a transformers model is exact with our cache. It is tried when the model is loaded."""
+"""Check that a transformers model is exact with our cache. The check runs when the model is loaded."""
 
 import torch
 
@@ -8,11 +8,11 @@ CHAIN = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
 
 @torch.inference_mode()
 def check(target) -> None:
-    """Raise ValueError unless trees get the logits that the plain texts get from the model; chains if it takes no
-    trees.
+    """Raise ValueError unless a tree (a chain, if the model takes no trees) has the logits of the plain texts.
 
     A tree over rows of two lengths is verified, and then a token after part of it was committed. This takes a few
-    forwards of a few tokens."""
+    forwards of a few tokens.
+    """
     device, family = target.device, target.model.config.model_type
     ids = (torch.arange(16, device=device) * 31 + 7).remainder(target.config.vocab).view(2, 8)
     prompts, nodes, lens = ids[:, :4], ids[:, 4:], torch.tensor([4, 2], device=device)
@@ -47,5 +47,5 @@ def check(target) -> None:
 
 
 def plain(target, text: torch.Tensor) -> torch.Tensor:
-    """The last logits [V] of a text [T], by the model alone."""
+    """Return the last logits [V] of a text [T], by the model alone."""
     return target.model(input_ids=text[None], use_cache=False).logits[0, -1].float()

@@ -1,4 +1,4 @@
-"""What the config of a transformers model says about its layers: windows, and how far it is exact."""
+"""Windows and exact context of a transformers model, as its config states them."""
 
 from transformers import DynamicCache, PretrainedConfig, cache_utils
 from transformers.cache_utils import (
@@ -20,7 +20,7 @@ WITHOUT = {DUMMY: ("moe", "mlp"), LinearAttentionLayer: None}
 
 
 def read_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """The window of each type of layer that attends; None for attention to all positions.
+    """Return the window of each type of attention layer; None for attention to all positions.
 
     Raises ValueError for a family with layers of another kind, or with a mask that we cannot replace.
     """
@@ -40,7 +40,7 @@ def read_windows(config: PretrainedConfig) -> dict[str, int | None]:
 
 
 def exact_context(config: PretrainedConfig) -> int:
-    """The longest text over which the windows hold and the rotary frequencies are constant."""
+    """Return the longest text over which the windows hold and the rotary frequencies are constant."""
     context = getattr(config, "max_position_embeddings", None) or 2048
     # Attention in chunks is attention to all positions within the first of them.
     context = min(context, read_windows(config).get("chunked_attention") or context)
@@ -52,6 +52,6 @@ def exact_context(config: PretrainedConfig) -> int:
 
 
 def count_experts(config: PretrainedConfig) -> int:
-    """The experts of a layer that has any; 0 for a dense model."""
+    """Return the number of experts per mixture layer; 0 for a dense model."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return next((n for n in (getattr(config, name, None) for name in names) if isinstance(n, int) and n > 1), 0)

@@ -1,14 +1,16 @@
-"""Which experts a forward of transformers' modules has asked."""
+"""The experts that a forward of transformers' modules has chosen."""
 
 from torch import Tensor, nn
 
 
 class ExpertWatch:
-    """Notes the experts that every layer of a mixture chose in the last forward.
+    """Records the experts that every mixture layer chose in the last forward.
 
-    transformers' mixtures give the chosen experts' numbers to one module that holds all experts of a layer."""
+    transformers' mixtures give the chosen experts' numbers to one module that holds all experts of a layer.
+    """
 
     def __init__(self, model: nn.Module):
+        """Add a hook to each module of experts in `model`."""
         self.chosen: list[Tensor] = []  # by layer, [tokens, experts of a token]
         for module in model.modules():
             if type(module).__name__.endswith("Experts"):
@@ -19,4 +21,5 @@ class ExpertWatch:
         self.chosen += [x for x in given if not x.is_floating_point()][:1]
 
     def clear(self) -> None:
+        """Forget the chosen experts; call it before a forward."""
         self.chosen = []

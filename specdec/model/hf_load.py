@@ -34,10 +34,10 @@ def load_transformers(
     tp_plan: str | None = None,
     device_map: str | None = None,
 ) -> TransformersTarget:
-    """A target from a checkpoint folder. `name` is what the user calls it. tp_plan, device_map: see
-    `load_target`.
+    """Load a target into transformers' modules. Arguments: see `load_target`; `name` is for errors.
 
-    Raises ValueError, one sentence, for a model that we cannot run or whose tensors do not all fit."""
+    Raises ValueError, one sentence, for a model that we cannot run or whose tensors do not all fit.
+    """
     quantised = None
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -87,7 +87,7 @@ def load_transformers(
 
 
 def check_names(folder: Path, config: PretrainedConfig, info: dict, wrapped: bool) -> None:
-    """Raise ValueError, with its name, for a tensor that is missing or left over, as `info` of transformers says."""
+    """Raise ValueError with the name of a missing or left-over tensor; `info` is transformers' loading report."""
     if info["missing_keys"]:
         raise ValueError(f"the checkpoint lacks the tensor {min(info['missing_keys'])}")
     names = {inner_name(name): name for name in read_headers(folder)} if wrapped else {}
@@ -99,7 +99,7 @@ def check_names(folder: Path, config: PretrainedConfig, info: dict, wrapped: boo
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Switch progress bars and reports on tensors off; what matters of them becomes an error here."""
+    """Switch off progress bars and reports on tensors; `check_names` turns what matters into errors."""
     verbosity, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -112,7 +112,7 @@ def quiet() -> Iterator[None]:
 
 
 def transpose_weights(model: nn.Module) -> None:
-    """Keep each weight of `nn.Linear` on the CPU transposed in memory, for modules that call `F.linear` themselves.
+    """Store each weight of `nn.Linear` on the CPU transposed in memory, for modules that call `F.linear` themselves.
 
     The product of 4 to 16 rows, a tree, with a transposed weight takes 0.4 to 0.7 of the time of the usual layout in
     torch 2.13 (MKL), and that of one row takes the same (docs/log.md). Values and shapes do not change.

@@ -1,8 +1,8 @@
-"""A model of transformers cut into shares for the processes of a launcher.
+"""Divide a transformers model among the processes of a launcher.
 
 Tensor parallelism is transformers' own (`tp_plan`): a process holds some heads of each attention, and some of the
-hidden dimensions of each feed-forward, and its products are summed over all processes. Embedding and head stay whole
-in every process. A drafter reads them, and with them every process has all hidden states and all logits.
+hidden dimensions of each feed-forward, and its products are summed over all processes. Every process holds the whole
+embedding and the whole head, because a drafter reads them. So every process has all hidden states and all logits.
 """
 
 import re
@@ -19,9 +19,10 @@ CUTS = ("colwise", "rowwise", "packed", "embedding")  # how names of transformer
 
 
 def share(config: PretrainedConfig, device: torch.device) -> DistributedConfig:
-    """How transformers is to cut this model for the processes that were started.
+    """Return how transformers divides this model among the processes that were started.
 
-    Raises ValueError, without the model's name, if there is one process, or if the model cannot be cut so."""
+    Raises ValueError, without the model's name, if there is one process, or if the model cannot be divided so.
+    """
     count = ranks.world()
     if count == 1:
         raise ValueError(
@@ -42,14 +43,16 @@ def share(config: PretrainedConfig, device: torch.device) -> DistributedConfig:
 
 
 def sketch(config: PretrainedConfig) -> PreTrainedModel:
-    """The model without contents."""
+    """Return the model without contents, on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
 def misfit(config: PretrainedConfig, plan: dict[str, str], count: int) -> str | None:
-    """Why a model cannot be cut into so many shares, or None. Projections of keys that the plan does not cut need no
-    divisible heads."""
+    """Return why a model cannot be divided into `count` shares, or None if it can.
+
+    Projections of keys that the plan does not divide need no divisible heads.
+    """
     if not any(name.endswith(("k_proj", "qkv_proj", "query_key_value")) for name in plan):
         return None
     heads = config.num_attention_heads
@@ -60,8 +63,12 @@ def misfit(config: PretrainedConfig, plan: dict[str, str], count: int) -> str | 
 
 
 def shares(model: PreTrainedModel, size: int) -> tuple[int, int]:
-    """Bytes of the parameters that tensor parallelism divides among processes, and of those that each one has whole,
-    with `size` bytes for a parameter. model: a sketch will do."""
+    """Return the bytes of parameters that tensor parallelism divides, and of those that each process holds whole.
+
+    Args:
+        model: The model; a sketch suffices.
+        size: Bytes per parameter.
+    """
     plan = model.tp_plan or {}
     ends = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
     cut = whole = 0
@@ -80,7 +87,7 @@ def shares(model: PreTrainedModel, size: int) -> tuple[int, int]:
 
 
 def keep_shares(model: nn.Module) -> None:
-    """Let go of what a process's shares were cut from: on a CPU transformers keeps views of whole tensors."""
+    """Release the whole tensors that a process's shares were cut from: on a CPU transformers holds views of them."""
     for module in model.modules():
         for name, whole in module.named_parameters(recurse=False):
             if isinstance(whole, DTensor) and whole.to_local().untyped_storage().nbytes() > whole.to_local().nbytes:
@@ -91,5 +98,5 @@ def keep_shares(model: nn.Module) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The share of a tensor that this process holds; all of it if it is not cut."""
+    """Return the share of a tensor that this process holds; all of it if it is not divided."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,6 +1,6 @@
 """A transformers model with layers on several devices, in memory or on disk, by accelerate (`device_map`).
 
-accelerate's hooks bring a layer's inputs to its device, and weights that are not there for the time of its forward.
+accelerate's hooks bring a layer's inputs to its device, and offloaded weights for the time of the layer's forward.
 Embedding and head are always held on one device, the main one, where our cache is: drafters read their weights.
 """
 
@@ -22,8 +22,10 @@ WORDS = ("auto", "balanced", "balanced_low_0", "sequential")  # that accelerate 
 
 
 def read_map(device_map: str) -> str | dict[str, str | int]:
-    """A word of accelerate's, or the content of a JSON file: the names of modules with their devices, where 'cpu' is
-    memory and 'disk' the checkpoint's files. Raises ValueError for anything else."""
+    """Return a word of accelerate's, or the content of a JSON file: module names with their devices.
+
+    The device 'cpu' is memory and 'disk' is the checkpoint's files. Raises ValueError for anything else.
+    """
     if device_map in WORDS:
         return device_map
     if not device_map.endswith(".json"):
@@ -35,14 +37,14 @@ def read_map(device_map: str) -> str | dict[str, str | int]:
 
 
 def weight_of(module: Any) -> Tensor:
-    """The weight of a module, from where accelerate keeps it if it is not held."""
+    """Return the weight of a module; an offloaded weight comes from accelerate's store."""
     if module.weight.device.type != "meta":
         return module.weight
     return module._hf_hook.weights_map["weight"]
 
 
 def hold_ends(model: "PreTrainedModel") -> None:
-    """Hold embedding and head on the device on which the embedding is computed."""
+    """Move embedding and head to the device on which the embedding is computed."""
     ends: tuple[Any, Any] = model.get_input_embeddings(), model.get_output_embeddings()
     hook = getattr(ends[0], "_hf_hook", None)
     main = torch.device(getattr(hook, "execution_device", None) or ends[0].weight.device)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
+from typing_extensions import override
 
 from specdec.model.archs import ModelConfig
 from specdec.model.attention import document_mask, document_positions
@@ -46,7 +47,7 @@ class TransformersTarget(nn.Module):
     masks_prompts = True  # a mask of T x T for each row of a prefill
 
     def __init__(self, model: "PreTrainedModel"):
-        """Raises ValueError, without the model's name, for a model whose chains or trees would not be exact."""
+        """Check and wrap a model. Raises ValueError, without its name, if its chains or trees would not be exact."""
         super().__init__()
         self.model = model
         model.eval().requires_grad_(False)
@@ -66,8 +67,10 @@ class TransformersTarget(nn.Module):
         self.state_budget = self._check()
 
     def _check(self) -> float:
-        """Check that the model is exact. Returns the bytes that states after each position may take. Modules that start
-        several positions from an empty state, whatever they are given, run one position at a time."""
+        """Check that the model is exact, and return the most bytes that states after each position may take.
+
+        Modules that start several positions from an empty state, whatever they are given, run one position at a time.
+        """
         self.state_budget = 0
         try:
             check(self)
@@ -84,38 +87,47 @@ class TransformersTarget(nn.Module):
 
     @property
     def embed(self) -> nn.Embedding:
+        """Return the token embedding [V,H]."""
         return cast(nn.Embedding, self.model.get_input_embeddings())
 
     @property
     def head(self) -> nn.Linear:
+        """Return the output projection [V,H]."""
         return cast(nn.Linear, self.model.get_output_embeddings())
 
+    @override
     def __repr__(self) -> str:
         return described(self)
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the embedding and of the cache."""
         return self.embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of the embedding."""
         return self.embed.weight.dtype
 
     @property
     def vocab(self) -> int:
+        """Return V, the number of tokens."""
         return self.config.vocab
 
     @property
     def query_heads(self) -> int:
+        """Return the number of query heads per layer."""
         return self.config.heads
 
     def final_scale(self) -> Tensor:
-        """Root mean square of the last hidden state, measured once on a few tokens."""
+        """Return the root mean square of the last hidden state, measured once on a few tokens."""
         return self._final_scale
 
     def final_gain(self) -> Tensor:
-        """[H], about what the final norm multiplies a normalised state by: the same for all dimensions, as the norm
-        itself is the model's own affair unless the family is native."""
+        """Return about the factor [H] that the final norm applies to a normalised state.
+
+        It is the same for all dimensions unless the family is native, as the norm itself is the model's own.
+        """
         return self._final_scale.expand(self.config.hidden) if self._gain is None else self._gain
 
     def take_shape(self, config: ModelConfig) -> None:
@@ -127,12 +139,12 @@ class TransformersTarget(nn.Module):
 
     @property
     def chains_only(self) -> bool:
-        """Does it keep recurrent states, which know one text and no tree?"""
+        """Return whether the model has recurrent states, which know one text and no tree."""
         return bool(self.states)
 
     @property
     def reads_on(self) -> bool:
-        """Can it read a prompt in parts? Some recurrent modules read several positions from an empty state only."""
+        """Return whether a prompt can be read in parts; some recurrent modules start from an empty state only."""
         return self.state_budget != inf
 
     @torch.inference_mode()
@@ -179,21 +191,24 @@ class TransformersTarget(nn.Module):
         )
 
     def chosen_experts(self) -> list[Tensor]:
-        """By layer with experts, those chosen by the tokens of the last forward [tokens, experts of a token]."""
+        """Return, per layer with experts, those of the last forward [tokens, experts of a token]."""
         return self.watch.chosen
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
+        """Return an empty cache of `rows` rows of `slots` positions, with the states of recurrent layers."""
         sizes = rows, slots, *self.cache_shape
         if not self.states:
             return KVCache(self.config.layers, *sizes, like=self.embed.weight)
         return HybridCache(self.attention, self.states, *sizes, like=self.embed.weight, budget=self.state_budget)
 
     def cache_bytes(self, rows: int, slots: int) -> int:
+        """Return the bytes that `new_cache` will take."""
         sizes, like = (rows, slots, *self.cache_shape), self.embed.weight
         if not self.states:
             return cache_bytes(self.config.layers, *sizes, like=like)
         return hybrid_bytes(len(self.attention), self.states, *sizes, like=like)
 
+    @override
     def forward(
         self,
         tokens: Tensor,
@@ -208,7 +223,7 @@ class TransformersTarget(nn.Module):
         prefill: bool = False,
         offset: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """As `specdec.model.target.Target.forward`."""
+        """See `specdec.model.target.Target.forward`."""
         self.watch.clear()
         keep = 1 if not logits else 0 if last is None else last
         if cache is not None:
@@ -234,7 +249,7 @@ class TransformersTarget(nn.Module):
         offset: int,
         lengths: Sequence[int] | None,
     ) -> dict:
-        """The model's arguments for n new positions, `offset` slots after the committed ones. lengths: of prompts."""
+        """Return the model's arguments for n positions, `offset` slots after the committed ones."""
         nodes = torch.arange(n, device=cache.lens.device)
         depth = nodes.expand(cache.batch, n) if depth is None else depth
         plan = cache.plan(n, lengths, offset > 0) if isinstance(cache, HybridCache) else None
@@ -252,7 +267,7 @@ class TransformersTarget(nn.Module):
         }
 
     def _separate(self, documents: Tensor) -> dict:
-        """The model's arguments that keep the documents [B,N] of a row apart."""
+        """Return the model's arguments that separate the documents [B,N] of a row."""
         if self.states:
             raise ValueError(
                 f"model family {self.model.config.model_type!r} has recurrent layers, which cannot keep texts of one "
@@ -263,7 +278,7 @@ class TransformersTarget(nn.Module):
         return {"attention_mask": masks, "position_ids": depth}
 
     def _masks(self, lens: Tensor, depth: Tensor, ancestors: Tensor, slots: int) -> Any:
-        """The masks [B,1,N,slots] that are added to the attention scores, by type of layer if there are several."""
+        """Return masks [B,1,N,slots] to add to the attention scores, by layer type if there are several."""
         seen, dtype = tree_mask(lens, ancestors, slots), self.dtype
         masks: dict[str, Any] = {}
         for kind, window in self.windows.items():

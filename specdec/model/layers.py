@@ -1,4 +1,4 @@
-"""The pieces that target and drafters share: RMSNorm, rotary positions, the gated MLP, and row-wise linear maps."""
+"""Layers that targets and drafters share: RMSNorm, gated MLP and row-wise linear maps."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.ops.gated import gated_mlp, gated_mlp_add
 from specdec.ops.linear import check_int8, linear
@@ -15,10 +16,14 @@ if TYPE_CHECKING:
     M = TypeVar("M", bound=nn.Module)
 
     class ModuleList(nn.ModuleList, Generic[M]):
-        """torch's, with the class of its modules."""
+        """`nn.ModuleList` that is generic in the class of its modules."""
 
-        def __init__(self, modules: Iterable[M] | None = None) -> None: ...
+        def __init__(self, modules: Iterable[M] | None = None) -> None:
+            """Take the modules in order."""
+
+        @override
         def __iter__(self) -> Iterator[M]: ...
+        @override
         def __getitem__(self, index: int) -> M: ...  # type: ignore[override]
 else:
     ModuleList = nn.ModuleList
@@ -36,19 +41,24 @@ class Freezable(nn.Module):
     frozen: Callable[..., Any] | None = None  # the function that calls take until `unfreeze`
 
     def freeze(self) -> None:
+        """Bind the module once: later calls use the weights as they are in memory now."""
         self.frozen = self.bind()
 
     def unfreeze(self) -> None:
+        """Bind the module at each call again."""
         self.frozen = None
 
     def bind(self) -> Callable[..., Any]:
+        """Return the computation as a plain function of the present weights."""
         raise NotImplementedError
 
+    @override
     def __call__(self, *inputs: Any) -> Any:
         if self.frozen is None:
             return super().__call__(*inputs)
         return self.forward(*inputs)  # without a look for hooks
 
+    @override
     def forward(self, *inputs: Any) -> Any:
         return (self.frozen or self.bind())(*inputs)
 
@@ -76,20 +86,22 @@ def round_weights(drafter: nn.Module) -> None:
 
 
 class RMSNorm(Freezable):
-    """y = x / sqrt(mean(x^2) + eps) * weight. With a residual it gives the sum of both, and the norm of that."""
+    """y = x / sqrt(mean(x^2) + eps) * weight. With a residual it returns the sum of both, and the norm of the sum."""
 
     offset: bool = False  # the weight is stored less 1
 
     def __init__(self, size: int, eps: float):
+        """Norm vectors of `size` elements; `eps` is added to the mean square."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
+    @override
     def bind(self) -> Callable[..., Any]:
         return rms_norm(self.weight, self.eps, self.offset)
 
     def gain(self) -> Tensor:
-        """[size], what a normalised vector is multiplied by."""
+        """Return the factor of each element of a normalised vector, [size]."""
         return self.weight
 
 
@@ -99,20 +111,24 @@ class OffsetRMSNorm(RMSNorm):
     offset = True
 
     def __init__(self, size: int, eps: float):
+        """See `RMSNorm`; the stored weight starts at 0, a factor of 1."""
         super().__init__(size, eps)
         nn.init.zeros_(self.weight)
 
+    @override
     def gain(self) -> Tensor:
         return 1 + self.weight.float()
 
 
 class NormPair(Freezable):
-    """The norms of two inputs, side by side. The norms are parts of another module."""
+    """Two norms whose results for two inputs are concatenated. The norms are parts of another module."""
 
     def __init__(self, first: RMSNorm, second: RMSNorm):
+        """Use two norms that another module owns: neither becomes a submodule."""
         super().__init__()
         self.norms = first, second
 
+    @override
     def bind(self) -> Callable[[Tensor, Tensor], Tensor]:
         return norm_pair(*self.norms)
 
@@ -126,12 +142,14 @@ class LinearMap(Freezable):
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
-        """The matrices [out,.] whose products with the parts of x are added; here one."""
+        """Return the matrices [out,.] whose products with the parts of x are added; here one."""
         return (self.weight,)
 
+    @override
     def bind(self) -> Callable[[Tensor], Tensor]:
         return linear(self.weight, self.bias, self.int8)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return F.linear(x, self.weight, self.bias)
@@ -143,7 +161,7 @@ class LinearMap(Freezable):
 
 
 class Linear(LinearMap, nn.Linear):
-    """nn.Linear, as a `LinearMap`."""
+    """`nn.Linear` as a `LinearMap`."""
 
     bias: Tensor | None  # type: ignore[assignment]  # torch leaves out the None
 
@@ -152,11 +170,13 @@ class GatedMLP(Freezable):
     """down(act(gate(x)) * up(x)). Gate and up share one matrix, gate rows first. Bound, it takes rows [R,H]."""
 
     def __init__(self, hidden: int, intermediate: int, bias: bool = False, activation: str = "silu"):
+        """Map `hidden` to `hidden` elements through `intermediate` ones; `activation` names the gate's function."""
         super().__init__()
         self.activation = activation
         self.gate_up = Linear(hidden, 2 * intermediate, bias=bias)
         self.down = Linear(intermediate, hidden, bias=bias)
 
+    @override
     def bind(self) -> Callable[[Tensor], Tensor]:
         return gated_mlp(self.gate_up, self.down, self.activation)
 
@@ -164,11 +184,13 @@ class GatedMLP(Freezable):
         """Return the function (x, normed) -> x + mlp(normed), and its norm."""
         return gated_mlp_add(self.gate_up, self.down, self.activation, norm)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         mlp = self.frozen or self.bind()
         return mlp(x) if x.ndim == 2 else mlp(x.flatten(0, -2)).view_as(x)
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
+    """Raise ValueError unless `kv_heads` divides `heads`, both of them positive."""
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
-    """Tensor names in the Llama layout, which all native families share -> where their rows lie in the target."""
+    """Map tensor names in the Llama layout, which all native families share, to their rows in the target."""
     config = target.config
     out = whole(target.embed, "model.embed_tokens") | whole(target.norm, "model.norm")
     if not config.tied:
@@ -90,7 +90,8 @@ def load_target(
         tp_plan: 'auto' splits the target among the processes of torchrun.
         device_map: 'auto' spreads layers over GPUs, memory and disk; or a JSON file.
 
-    Raises ValueError if the checkpoint is damaged or not supported."""
+    Raises ValueError if the checkpoint is damaged or not supported.
+    """
     if tp_plan and device_map:
         raise ValueError("give a tp_plan or a device_map, not both")
     if tp_plan not in (None, "auto"):
@@ -168,18 +169,18 @@ def model_in_memory(
 
 
 def is_transformers(model: object) -> bool:
-    """Whether this is a model of transformers, which is not imported to find out."""
+    """Return whether this is a model of transformers, without importing transformers."""
     loaded = sys.modules.get("transformers")
     return loaded is not None and isinstance(model, loaded.PreTrainedModel)
 
 
 def own_gpu(device: str) -> str:
-    """The GPU of this process among those of its machine, for the device 'cuda'."""
+    """Return the GPU of this process among those of its machine, for the device 'cuda'."""
     return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
 def refuse_drafter(config: dict, name: str) -> None:
-    """Raise ValueError for the config of a drafter, of which nothing else would say so clearly."""
+    """Raise ValueError for the config of a drafter, for which other errors would be less clear."""
     named = config.get("architectures")
     for kind in named if isinstance(named, list) else ():
         if isinstance(kind, str) and DRAFTER.search(kind):
@@ -196,9 +197,10 @@ def load_native(
     device: torch.device,
     allow_nonfinite: bool = False,
 ) -> Target:
-    """Our own decoder, filled with every tensor that is the target's. headers: shapes of the tensors, by name.
+    """Return our own decoder, filled with every tensor of the target. headers: shapes of the tensors, by name.
 
-    Raises ValueError for a tensor that is missing, left over, of another shape, or not finite in this dtype."""
+    Raises ValueError for a tensor that is missing, left over, of another shape, or not finite in this dtype.
+    """
     headers = {text_name(tensor, raw): value for tensor, value in headers.items()}
     check_sizes(name, config, headers)
     with torch.device("meta"):
@@ -227,8 +229,10 @@ def load_native(
 
 
 def check_sizes(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError, with the field's name, for a size that is not the one of the tensors, which may be on the meta
-    device. Nothing is built before this."""
+    """Raise ValueError, with the field's name, for a size in the config that differs from the tensors' shapes.
+
+    The tensors may be on the meta device. Nothing is built before this.
+    """
     layers = 1 + max((int(m[1]) for m in map(LAYER.match, tensors) if m), default=-1)
     if 0 < layers < config.layers:
         raise ValueError(f"{name}: num_hidden_layers is {config.layers}, but the files hold {layers} layers")
@@ -249,8 +253,10 @@ def check_sizes(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -
 
 
 def load_texts(path: str | os.PathLike) -> SimpleNamespace:
-    """Of a target its name, tokenizer, `vocab`, `eos` and `config.context` alone, for work on texts that needs no
-    weights, or while a server holds them. Raises ValueError as `load_target` does."""
+    """Load a target's `name`, tokenizer, `vocab`, `eos` and `config.context` alone, without weights.
+
+    Raises ValueError as `load_target` does.
+    """
     folder = resolve(path)
     raw = read_json(folder / "config.json")
     refuse_drafter(raw, str(path))
@@ -267,7 +273,7 @@ def load_texts(path: str | os.PathLike) -> SimpleNamespace:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a checkpoint folder; ValueError if it has none that loads."""
+    """Return the tokenizer of a checkpoint folder; ValueError if it has none that loads."""
     from transformers import AutoTokenizer
 
     try:

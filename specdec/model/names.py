@@ -1,4 +1,4 @@
-"""What a checkpoint may be called: a folder, a GGUF file, `demo/NAME`, `smollm2`, or a name of the hub."""
+"""Names of checkpoints: a folder, a GGUF file, `demo/NAME`, `smollm2`, or a name of the hub."""
 
 import os
 from importlib.util import find_spec
@@ -13,7 +13,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.model"]
 
 
 class Published(NamedTuple):
-    """A model that a Python package holds as a GGUF file, and the hub as safetensors."""
+    """A model that is available as a GGUF file in a Python package, and as safetensors on the hub."""
 
     package: str
     module: str
@@ -42,8 +42,10 @@ def default_draft(target: str | os.PathLike | None) -> Path | None:
 
 
 def bundled(name: str | os.PathLike) -> str:
-    """Resolve a name: demo/NAME is the bundled target, drafter or file of that name, and any other name stays as it is.
-    ./demo/NAME is a folder of yours."""
+    """Resolve demo/NAME to the bundled target, drafter or file of that name; return any other name unchanged.
+
+    ./demo/NAME is a folder of the user.
+    """
     inside = DEMO / str(name).removeprefix("demo/")
     return str(inside) if str(name).startswith("demo/") and inside.exists() else str(name)
 
@@ -55,13 +57,15 @@ def public_name(name: str | os.PathLike) -> str:
 
 
 def called(path: str | os.PathLike) -> str:
-    """A checkpoint as a user names it: demo/NAME for a bundled one, and any other as it is."""
+    """Return the name that a user gives a checkpoint: demo/NAME for a bundled one, any other unchanged."""
     return f"demo/{Path(path).name}" if Path(path).parent == DEMO else str(path)
 
 
 def check_place(path: str | os.PathLike) -> None:
-    """Raise ValueError for what is neither a place of a checkpoint on this machine nor a name in the form of the
-    hub's. Nothing is read or downloaded."""
+    """Raise ValueError for a name that is neither a checkpoint on this machine nor in the form of the hub's names.
+
+    Nothing is read or downloaded.
+    """
     name = own.split(str(path))[1] or str(path)
     place = Path(bundled(name))
     if not name.strip():
@@ -118,7 +122,7 @@ def resolve(path: str | os.PathLike) -> Path:
 
 
 def _published(name: str) -> Path:
-    """The folder of a model in `PUBLISHED`: the installed package's with weights rounded to bf16, or the hub's."""
+    """Return the folder of a model in `PUBLISHED`: a package's with weights rounded to bf16, or the hub's."""
     from specdec.model.gguf_target import unpacked
 
     model = PUBLISHED[name]
@@ -135,7 +139,7 @@ def _published(name: str) -> Path:
 
 
 def _known(name: str) -> str:
-    """What may be meant by a name that is no folder: the bundled one of that name, or any form of names."""
+    """Return, for an error, what an unknown name may mean: a bundled checkpoint, or any form of names."""
     last = Path(name).name
     if last and (DEMO / last / "config.json").is_file():
         return f"; the bundled one is demo/{last}"
@@ -144,7 +148,7 @@ def _known(name: str) -> str:
 
 
 def _downloaded(called: str, repository: str, patterns: list[str]) -> Path:
-    """The snapshot's folder. With HF_HUB_OFFLINE=1 the hub's library reads its cache only."""
+    """Return the folder of a snapshot. With HF_HUB_OFFLINE=1 the hub's library reads only its cache."""
     from huggingface_hub import snapshot_download
 
     try:

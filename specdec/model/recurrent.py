@@ -17,6 +17,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.structs import Survivors
@@ -33,7 +34,8 @@ class Plan:
     """How a forward over N positions runs recurrent layers.
 
     each: store a state for each position. lengths: of prompts, right-padded; their states are those after so many
-    positions. again: the positions follow those of the last forward, of which nothing was committed."""
+    positions. again: the positions follow those of the last forward, of which nothing was committed.
+    """
 
     each: bool = True
     lengths: Sequence[int] | None = None
@@ -50,7 +52,7 @@ def no_replay(rows: Sequence[int], count: int) -> State:
 
 @dataclass
 class Window:
-    """What a forward over N positions made of a layer's state."""
+    """States or inputs of a layer from a forward over N positions, from which `commit` continues."""
 
     last: State  # after all positions, or after the first `lengths` of each row
     lengths: Sequence[int]
@@ -62,30 +64,33 @@ class RecurrentCache:
     """The committed states of one layer."""
 
     def __init__(self, tensors: State):
+        """Hold committed states, tensors [rows,...] by name, without a window."""
         self.tensors = tensors
         self.window: Window | None = None
 
     @classmethod
     def empty(cls, shapes: State, rows: int) -> "RecurrentCache":
-        """shapes: the states of one row or more, for their sizes and dtypes."""
+        """Return zero states of `rows` rows. shapes: states of one row or more, for their sizes and dtypes."""
         return cls({name: x.new_zeros(rows, *x.shape[1:]) for name, x in shapes.items()})
 
     def narrow(self, first: int, count: int) -> "RecurrentCache":
-        """The same memory for `count` rows from `first` on."""
+        """Return a cache over the memory of `count` rows from `first` on."""
         return RecurrentCache({name: x.narrow(0, first, count) for name, x in self.tensors.items()})
 
     @property
     def made(self) -> Window:
-        """The window of the last forward. Raises RuntimeError if there was none since the last commit."""
+        """Return the window of the last forward. Raises RuntimeError if there was none since the last commit."""
         if self.window is None:
             raise RuntimeError("nothing to commit: no forward has run since the last commit")
         return self.window
 
     def clear(self) -> None:
+        """Set the states of all rows to zero."""
         for x in self.tensors.values():
             x.zero_()
 
     def compact(self, survivors: Survivors) -> None:
+        """Move the states of surviving rows to their new places."""
         for x in self.tensors.values():
             for row, place in survivors.moves:
                 x[place] = x[row]
@@ -119,7 +124,7 @@ class RecurrentCache:
         return torch.cat(outs, 1)
 
     def _ragged(self, run: Run, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Prompts of one length at a time: what pads a row must not go into its state."""
+        """Run prompts of one length at a time: padding must not enter a row's state."""
         last, out = self.checkpoint(), torch.zeros_like(x)
         for length in sorted(set(lengths)):
             some = [row for row, own in enumerate(lengths) if own == length]
@@ -150,7 +155,7 @@ class RecurrentCache:
 
 
 class HybridCache(KVCache):
-    """The slots of a model's attention layers, and a `RecurrentCache` for each of its recurrent layers."""
+    """The slots of a model's attention layers, and a `RecurrentCache` for each recurrent layer."""
 
     def __init__(
         self,
@@ -163,8 +168,18 @@ class HybridCache(KVCache):
         like: Tensor,
         budget: float,
     ):
-        """attention: which layers of the model attend. shapes: of the recurrent layers, as for `RecurrentCache.empty`.
-        budget: bytes for windows; inf: the layers run exactly over one position at a time only."""
+        """Allocate an empty cache; other arguments are those of `KVCache`.
+
+        Args:
+            attention: Indices of the model's attention layers.
+            shapes: States of the recurrent layers, as for `RecurrentCache.empty`.
+            rows: Number of rows.
+            slots: Positions per row.
+            kv_heads: Key heads per layer.
+            head_dim: Size of a head.
+            like: Tensor with the dtype and device of keys and values.
+            budget: Bytes for windows; inf: the layers are exact over one position at a time only.
+        """
         self.place = {layer: place for place, layer in enumerate(attention)}
         self.states = {layer: RecurrentCache.empty(shape, rows) for layer, shape in shapes.items()}
         self.row_bytes, self.budget = state_bytes(shapes), budget
@@ -175,25 +190,29 @@ class HybridCache(KVCache):
         self.recurrent = {layer: state.narrow(first, count) for layer, state in self.states.items()}
 
     def plan(self, n: int, lengths: Sequence[int] | None, again: bool) -> Plan:
-        """How a forward over n positions runs the recurrent layers."""
+        """Return how a forward over n positions runs the recurrent layers."""
         fits = n <= MOST_STEPS and self.batch * n * self.row_bytes <= self.budget
         return Plan(fits or self.budget == inf, lengths, again)
 
+    @override
     def clear(self, batch: int) -> Self:
         for state in self.states.values():
             state.clear()
         return super().clear(batch)
 
+    @override
     def admit(self, first: int, count: int, longest: int) -> Self:
         part = super().admit(first, count, longest)
         for state in part.recurrent.values():
             state.clear()
         return part
 
+    @override
     def scratch(self) -> "HybridCache":
         shapes = {layer: state.tensors for layer, state in self.states.items()}
         return HybridCache(list(self.place), shapes, 1, self.slots, *self.shape, like=self.like, budget=self.budget)
 
+    @override
     def take(self, other: KVCache, length: int) -> None:
         super().take(other, length)
         if not isinstance(other, HybridCache):
@@ -202,22 +221,26 @@ class HybridCache(KVCache):
             for name, x in own.tensors.items():
                 x.copy_(source.tensors[name])
 
+    @override
     def compact(self, survivors: Survivors) -> None:
         for state in self.recurrent.values():
             state.compact(survivors)
         super().compact(survivors)
 
+    @override
     def committed(self, row: int) -> list[Tensor]:
         states = [part[row] for state in self.recurrent.values() for part in state.tensors.values()]
         return super().committed(row) + states
 
+    @override
     def commit(self, path: Tensor, n: Tensor, max_len: int) -> None:
-        """As `KVCache.commit`. The nodes are those of a chain, so its length determines the path."""
+        """Commit as `KVCache.commit`. The nodes are those of a chain, so its length determines the path."""
         if self.layers:
             super().commit(path, n, max_len)
         else:
             self.advance(n, max_len)
 
+    @override
     def advance(self, n: Tensor, max_len: int) -> None:
         for state in self.recurrent.values():
             state.commit(n)
@@ -225,12 +248,12 @@ class HybridCache(KVCache):
 
 
 def state_bytes(shapes: dict[int, State]) -> int:
-    """What the recurrent states of one row take."""
+    """Return the bytes of the recurrent states of one row."""
     return sum(x[0].nbytes for shape in shapes.values() for x in shape.values())
 
 
 def hybrid_bytes(
     layers: int, shapes: dict[int, State], rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor
 ) -> int:
-    """What a `HybridCache` takes at most: slots, states twice while rows commit, and windows."""
+    """Return the most bytes of a `HybridCache`: slots, states twice while rows commit, and windows."""
     return cache_bytes(layers, rows, slots, kv_heads, head_dim, like) + 2 * rows * state_bytes(shapes) + BUDGET

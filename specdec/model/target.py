@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.model.archs import ModelConfig
 from specdec.model.attention import Attend, Attention, CacheView, NoCache, document_mask, document_positions
@@ -17,18 +18,23 @@ Function = Callable[..., Any]
 
 
 def norm_class(config: ModelConfig) -> type[RMSNorm]:
+    """Return the class of the model's norms: Gemma's if the weights are stored less 1."""
     return OffsetRMSNorm if config.norm_offset else RMSNorm
 
 
 def make_norm(size: int, config: ModelConfig) -> RMSNorm:
+    """Return a norm over `size` elements of the class and epsilon of the config."""
     return norm_class(config)(size, config.eps)
 
 
 class Block(nn.Module):
-    """A layer. It is bound together with the following norm, which is the next layer's first or the final one: the
-    MLP's output is added there, in the same pass."""
+    """A decoder layer, bound together with the following norm, which is the next layer's first or the final one.
+
+    The MLP's output is added in that norm, in the same pass.
+    """
 
     def __init__(self, config: ModelConfig):
+        """Create attention, MLP and their two norms."""
         super().__init__()
         self.input_norm = make_norm(config.hidden, config)
         how: dict[str, Any] = {"o_bias": config.o_bias, "norm": norm_class(config)}
@@ -37,7 +43,7 @@ class Block(nn.Module):
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
 
     def bind(self, following: RMSNorm) -> Function:
-        """(hidden state, its norm, ...) -> (the next hidden state, what `following` makes of it)."""
+        """Return the function (hidden state, its norm, ...) -> (next hidden state, its norm by `following`)."""
         add_attention, add_mlp = self.attention.bind_add(self.post_norm), self.mlp.bind_add(following)
 
         def block(x: Tensor, normed: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> tuple[Tensor, Tensor]:
@@ -50,10 +56,12 @@ class SandwichBlock(Block):
     """Gemma's block: the outputs of attention and MLP are normalised too; `post_norm` still comes before the MLP."""
 
     def __init__(self, config: ModelConfig):
+        """Add norms of the outputs of attention and MLP."""
         super().__init__(config)
         self.attention_norm = make_norm(config.hidden, config)
         self.mlp_norm = make_norm(config.hidden, config)
 
+    @override
     def bind(self, following: RMSNorm) -> Function:
         attention, attention_norm = self.attention.bind(), self.attention_norm.bind()
         mlp, mlp_norm = self.mlp.bind(), self.mlp_norm.bind()
@@ -67,7 +75,7 @@ class SandwichBlock(Block):
 
 
 def described(target) -> str:
-    """A target in one line: its name, sizes, dtype and device."""
+    """Return one line about a target: its name, sizes, dtype and device."""
     config, dtype = target.config, str(target.dtype).removeprefix("torch.")
     sizes = f"{config.layers} layers, hidden size {config.hidden}, {config.vocab} tokens"
     return f"{type(target).__name__}({str(target.name)!r}, {sizes}, {dtype} on {target.device})"
@@ -76,8 +84,7 @@ def described(target) -> str:
 class Target(nn.Module):
     """A decoder-only language model whose every forward runs over a KVCache.
 
-    `name`, `tokenizer` and `eos` (a set of ids) are put there by the loader. Weights are frozen: the target is never
-    trained here.
+    The loader sets `name`, `tokenizer` and `eos` (a set of ids). Weights are frozen: the target is never trained here.
     """
 
     name: str = ""
@@ -92,6 +99,7 @@ class Target(nn.Module):
     groups: int  # query heads to a key head; like `parts`, set by `bind`
 
     def __init__(self, config: ModelConfig):
+        """Create the decoder of this shape; `loader.load_native` fills its weights."""
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab, config.hidden)
@@ -108,34 +116,37 @@ class Target(nn.Module):
         self.ropes = ModuleList(RopeTable(rope, config.head_dim) for rope in ropes)
         self.requires_grad_(False)
 
+    @override
     def __repr__(self) -> str:
         return described(self)
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the weights."""
         return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights."""
         return self.norm.weight.dtype
 
     @property
     def vocab(self) -> int:
-        """V, the number of tokens."""
+        """Return V, the number of tokens."""
         return self.config.vocab
 
     @property
     def query_heads(self) -> int:
-        """Query heads of a layer."""
+        """Return the number of query heads per layer."""
         return self.config.heads
 
     @property
     def cache_shape(self) -> tuple[int, int]:
-        """(K, Dh) of a layer's keys and values."""
+        """Return (K, Dh) of a layer's keys and values."""
         return self.config.kv_heads, self.config.head_dim
 
     def bind(self) -> None:
-        """Bind every part to its present weights: see `layers.Freezable`."""
+        """Bind every part to its present weights (`layers.Freezable`)."""
         first, *following = [*(block.input_norm for block in self.blocks), self.norm]
         blocks = [block.bind(norm) for block, norm in zip(self.blocks, following, strict=True)]
         layers = list(zip(blocks, self.kind_of, strict=True))
@@ -164,7 +175,7 @@ class Target(nn.Module):
 
         Args:
             ids: Token ids; None for the whole vocabulary.
-            dtype: Of the product.
+            dtype: Dtype of the product.
         """
         weight = self.head.weight
         if ids is None and dtype == weight.dtype:
@@ -173,28 +184,29 @@ class Target(nn.Module):
         return self._capped(lambda x: F.linear(x.to(dtype), weight))
 
     def final_scale(self) -> Tensor:
-        """Root mean square of a hidden state after the final norm, as its weights set it."""
+        """Return the root mean square of a hidden state after the final norm, as the norm's weights set it."""
         return self.norm.gain().square().mean().sqrt()
 
     def final_gain(self) -> Tensor:
-        """[H], what the final norm multiplies a normalised state by."""
+        """Return the factor [H] that the final norm applies to a normalised state."""
         return self.norm.gain()
 
     def chosen_experts(self) -> list[Tensor]:
-        """By layer with experts, those chosen by the tokens of the last forward; here is none."""
+        """Return an empty list: native families have no experts."""
         return []
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows; whatever happened to the weights before, the forwards over it see."""
+        """Return an empty cache of `rows` rows, and bind the present weights for the forwards over it."""
         self.bind()
         for rope in self.ropes:
             rope.reserve(slots, self.norm.weight)
         return KVCache(self.config.layers, rows, slots, *self.cache_shape, like=self.norm.weight)
 
     def cache_bytes(self, rows: int, slots: int) -> int:
-        """What `new_cache` will take."""
+        """Return the bytes that `new_cache` will take."""
         return cache_bytes(self.config.layers, rows, slots, *self.cache_shape, like=self.norm.weight)
 
+    @override
     def forward(
         self,
         tokens: Tensor,
@@ -211,18 +223,20 @@ class Target(nn.Module):
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run tokens [B,N] after the committed part of the cache, in its scratch slots; commit nothing.
 
-        Without a cache the tokens are whole texts from position 0 on, causal, and nothing is stored.
+        Without a cache the tokens are whole texts from position 0 on, causal, and nothing is stored. Return logits
+        [B,N,V] ([B,1,V] with `last`; None if not asked for) and features [B,N,len(taps)*H] (None without taps).
 
-        depth [B,N]: position of each token relative to the committed length; None for 0..N-1.
-        ancestors [B,N,offset+N] bool: which scratch slots each token sees, its own included; None for causal.
-        offset: number of scratch slots before the tokens, which an earlier forward has filled.
-        taps: indices into Hugging Face `hidden_states` (0 = embeddings, L = after the final norm).
-        last [B]: compute logits at this position of each row only.
-        prefill: the rows of the cache are empty, and the tokens are whole prompts, right-padded.
-        documents [B,N], without a cache: rows hold several texts. Tokens of one text have equal numbers, texts do not
-        see each other, and positions count in each.
-
-        Returns logits [B,N,V] (or [B,1,V]; None if not asked for) and features [B,N,len(taps)*H] (None without taps).
+        Args:
+            tokens: [B,N] token ids.
+            cache: The cache, or None.
+            depth: [B,N] position of each token relative to the committed length; None for 0..N-1.
+            ancestors: [B,N,offset+N] bool, the scratch slots that each token sees, its own included; None for causal.
+            taps: Indices into Hugging Face `hidden_states` (0 = embeddings, L = after the final norm).
+            last: [B], compute logits at this position of each row only.
+            logits: Compute logits.
+            documents: [B,N], without a cache: the text of each token. Texts are separate; positions count in each.
+            prefill: The rows of the cache are empty, and the tokens are whole prompts, right-padded.
+            offset: Number of scratch slots before the tokens, which an earlier forward has filled.
         """
         b, n = tokens.shape
         if depth is None:
@@ -255,7 +269,7 @@ class Target(nn.Module):
         return head(x).view(b, -1, self.vocab), feats
 
     def _place_texts(self, depth: Tensor, documents: Tensor | None) -> tuple[Tensor, list[NoCache]]:
-        """Positions [B,N] of whole texts, and the view of each kind of layer, for a forward without a cache."""
+        """Return positions [B,N] of whole texts, and the view of each kind of layer, without a cache."""
         self.bind()
         for rope in self.ropes:
             rope.reserve(depth.shape[1], self.norm.weight)

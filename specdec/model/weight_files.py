@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold its weights."""
+"""The files of a checkpoint folder that hold its weights."""
 
 import sys
 from functools import cache
@@ -15,7 +15,7 @@ NO_WEIGHTS = ("training_args", "freq_", "optimizer", "scheduler", "rng_state", "
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in a file of a checkpoint folder; ValueError if it is missing or no JSON object."""
+    """Return the JSON object in a file of a checkpoint folder; ValueError if it is missing or no JSON object."""
     if not path.exists() and not path.is_symlink():
         raise ValueError(f"{path.parent} is not a checkpoint: it has no {path.name}")
     content = parse_json(read_text(path, "JSON"), str(path))
@@ -25,8 +25,11 @@ def read_json(path: Path) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold a checkpoint's tensors: the file or the files of an index that transformers reads (`NAMED`),
-    or all of the first kind in `WEIGHTS` that the folder has. Raises ValueError if one is missing or there is none."""
+    """Return the files that hold a checkpoint's tensors.
+
+    These are the file or the files of an index that transformers reads (`NAMED`), or all of the first kind in `WEIGHTS`
+    that the folder has. Raises ValueError if one is missing or there is none.
+    """
     for name in NAMED:
         file = folder / name
         if file.exists() or file.is_symlink():
@@ -46,7 +49,7 @@ def _noted(folder: Path, others: tuple[str, ...]) -> None:
 
 
 def _note_others(folder: Path, files: list[Path]) -> None:
-    """Say once which other weights a folder holds."""
+    """Print once which other weights a folder holds."""
     read = {file.name for file in files}
     others = tuple(sorted(file.name for file in folder.glob("*.safetensors") if file.name not in read))
     if others:

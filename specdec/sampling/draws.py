@@ -1,4 +1,4 @@
-"""Draws from a distribution, by a row's noise and without synchronisation."""
+"""Draws from a distribution, with a row's noise and without synchronisation."""
 
 from torch import Tensor
 
@@ -14,17 +14,20 @@ IN_KERNEL = {"temperature", "top_k", "top_p", "min_p", *PENALTIES}
 
 
 def draw(probs: Tensor, gumbel: Tensor) -> Tensor:
-    """One token per row: probs [...,V], not necessarily normalised, and Gumbel noise of that shape -> [...] int64.
+    """Draw one token per row: probs [...,V], not necessarily normalised, and Gumbel noise of that shape -> [...] int64.
 
-    The largest log p + G is a draw from p (Gumbel 1954), the k largest are k draws without replacement in order."""
+    The largest log p + G is a draw from p (Gumbel 1954), the k largest are k draws without replacement in order.
+    """
     return (probs.log() + gumbel).max(-1).indices
 
 
 def sample(
     logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None, depth: Tensor | None = None
 ) -> Tensor:
-    """Draw the token after each node: logits [B,N,V] of nodes of depth [B,N] -> [B,N] int64. Without depth, there is
-    one node of each depth. noise: not needed at temperature 0."""
+    """Draw the token after each node: logits [B,N,V] of nodes of depth [B,N] -> [B,N] int64.
+
+    Without depth, there is one node of each depth. noise: not needed at temperature 0.
+    """
     if isinstance(sampling, Sampling) and sampling.greedy:
         return first_largest(logits)
     if noise is None:
@@ -37,7 +40,7 @@ def sample(
 
 
 def perturbed(scores: Tensor, sampling: Sampling | SamplingBatch, gumbel: Tensor) -> Tensor:
-    """scores [B,...,V] with noise that broadcasts with them, but without any in rows of temperature 0."""
+    """Add noise that broadcasts with scores [B,...,V]; rows of temperature 0 get no noise."""
     if isinstance(sampling, SamplingBatch):
         gumbel = gumbel.masked_fill(sampling.greedy.view(-1, *[1] * (gumbel.ndim - 1)), 0.0)
     return scores + gumbel

@@ -9,17 +9,18 @@ from specdec.structs import Sampling, SamplingBatch
 
 
 def settings_of(samplings: Sequence[Sampling], device: torch.device) -> Sampling | SamplingBatch:
-    """The settings of a batch's rows: the one that all share, or a table."""
+    """Return the sampling that all rows of a batch share, or a table with one per row."""
     return samplings[0] if len(set(samplings)) == 1 else SamplingBatch(samplings, device)
 
 
 def filtered_probs(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:
-    """logits [..., V] -> probabilities [..., V] in fp32 after temperature, top-k, top-p and min-p, in this order.
-    Penalties are not applied here but before (`penalties.Penalties`).
+    """Return probabilities [..., V] in fp32 after temperature, top-k, top-p and min-p, in this order.
 
-    Filters as transformers' logits warpers do: top-k keeps ties of the k-th logit; top-p keeps the smallest set of most
-    likely tokens whose mass reaches p; min-p keeps tokens of at least min_p times the most likely one's probability.
-    At temperature 0 the most likely token has all the probability.
+    Penalties are applied to the logits [..., V] before (`penalties.Penalties`).
+
+    The filters equal transformers' logits warpers: top-k keeps ties of the k-th logit; top-p keeps the smallest set of
+    most likely tokens whose mass reaches p; min-p keeps tokens of at least min_p times the most likely one's
+    probability. At temperature 0 the most likely token has all the probability.
     """
     if isinstance(sampling, Sampling) and sampling.greedy:
         return _certain(logits)
@@ -30,7 +31,7 @@ def filtered_probs(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor
 
 
 def warmed(logits: Tensor, sampling: Sampling | SamplingBatch, share: float = 1.0) -> Tensor:
-    """logits [..., V] times share over the temperature, in fp32; at temperature 0 as they are."""
+    """Return logits [..., V] times share over the temperature, in fp32; unchanged at temperature 0."""
     if isinstance(sampling, SamplingBatch):
         divisor = torch.where(sampling.greedy, 1.0, sampling.temperature / share)
         return logits.float() / _column(divisor, logits)
@@ -38,8 +39,10 @@ def warmed(logits: Tensor, sampling: Sampling | SamplingBatch, share: float = 1.
 
 
 def filtered_scores(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:
-    """The same in logarithms and up to a constant of each row: -inf for what the filters drop. At temperature 0 the
-    logits as they are."""
+    """Return the logarithms of `filtered_probs`, up to a constant per row; -inf for tokens that the filters drop.
+
+    At temperature 0 the logits are returned unchanged.
+    """
     if isinstance(sampling, SamplingBatch):
         return _scores_by_row(logits, sampling)
     scores = warmed(logits, sampling)
@@ -59,12 +62,12 @@ def filtered_scores(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tenso
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:
-    """values [B] as they broadcast with [B, ..., V]."""
+    """Return values [B] in a shape that broadcasts with [B, ..., V]."""
     return values.view(-1, *[1] * (like.ndim - 1))
 
 
 def _scores_by_row(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The same for rows that differ, logits [B, ..., V]. A filter that is off in a row drops nothing there."""
+    """Return `filtered_scores` for rows that differ, logits [B, ..., V]. A filter that is off drops nothing."""
     vocab = logits.shape[-1]
     scores = warmed(logits, sampling)
     if sampling.any_cut:
@@ -83,6 +86,6 @@ def _scores_by_row(logits: Tensor, sampling: SamplingBatch) -> Tensor:
 
 
 def _certain(logits: Tensor) -> Tensor:
-    """All probability to the most likely token."""
+    """Return probability 1 for the most likely token."""
     best = logits.max(-1, keepdim=True).indices
     return torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, best, 1.0)

@@ -1,4 +1,4 @@
-"""What a grammar lets follow: a mask of the target's logits at every node of a tree, along the node's own path.
+"""Grammars: masks of the target's logits at every node of a tree, along the node's own path.
 
 Each library is one file, such as `specdec.sampling.json_grammar`, which makes a `Grammar`. The host knows the state of
 a text in its grammar, so a round of a batch with such a text waits for its draft, and the mask of a node costs a
@@ -19,7 +19,7 @@ class Matcher(Protocol):
 
     @property
     def over(self) -> bool:
-        """The text is whole: nothing but its end may follow."""
+        """Whether the text is whole: nothing but its end may follow."""
 
     def take(self, token: int) -> bool:
         """Advance by a token, if it may follow; else change nothing. Tokens that end a text are not taken."""
@@ -28,18 +28,20 @@ class Matcher(Protocol):
         """Undo the last token that was taken."""
 
     def allowed(self) -> NDArray[np.uint8] | None:
-        """Which tokens may follow: a bit for each, the lowest of a byte first, at least V of them. Those that end a
-        text are among them where it is whole. None if the library has given up: it said so of no text, and `take`
-        takes nothing any more."""
+        """Return the tokens that may follow, one bit each, the lowest of a byte first, at least V bits.
+
+        Tokens that end a text are among them if it is whole. Returns None if the library has failed for this text;
+        `take` then accepts no more tokens.
+        """
 
 
 class Grammar(Protocol):
-    """What a text must be, for the tokens of one target."""
+    """The language of a text, for the tokens of one target."""
 
     ends: frozenset[int]  # the tokens that end a text
 
     def start(self) -> Matcher:
-        """Before the first token."""
+        """Return the state before the first token."""
 
 
 Nodes = Sequence[Sequence[int]]  # [B][N], a number of each node of a tree
@@ -48,11 +50,12 @@ Nodes = Sequence[Sequence[int]]  # [B][N], a number of each node of a tree
 def masked(
     logits: Tensor, matchers: Sequence[Matcher | None], tokens: Nodes | None = None, parents: Nodes | None = None
 ) -> Tensor:
-    """logits [B,N,V] -> the same with -inf for what no grammar lets follow; a row without a matcher stays as it is.
+    """Return logits [B,N,V] with -inf for excluded tokens; rows without a matcher are unchanged.
 
     Row b's matcher has taken the row's text, the root's token included. Node i of the tree that has these tokens and
-    parents is masked as the text and the path to i say; without a tree N is 1. Nodes below a token that may not follow
-    are void, and stay as they are."""
+    parents is masked as the text and the path to i require; without a tree N is 1. Nodes below a token that may not
+    follow are void and unchanged.
+    """
     width, places, bits = logits.shape[1], [], []
     for row, matcher in enumerate(matchers):
         if matcher is not None:
@@ -80,7 +83,7 @@ def _children(parents: Sequence[int]) -> list[list[int]]:
 def _visit(
     matcher: Matcher, tokens: Sequence[int], children: list[list[int]], node: int = 0
 ) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(node, what may follow) for this node and those below it. The matcher is left as it was."""
+    """Yield (node, allowed tokens) for this node and those below it. The matcher is restored."""
     allowed = matcher.allowed()
     if allowed is None:
         return

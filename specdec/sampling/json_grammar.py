@@ -1,4 +1,4 @@
-"""Texts that are JSON of a schema, or match a regular expression, by llguidance. docs/serve.md says what is taken.
+"""Grammars of JSON schemas and regular expressions, by llguidance. docs/serve.md lists what is supported.
 
 llguidance is an extra, and is imported where a grammar is made.
 """
@@ -53,19 +53,26 @@ KNOWN = ANNOTATIONS | ONE | LISTS | NAMED | OTHERS  # of these llguidance refuse
 
 
 def grammars_of(target: LanguageModel) -> "Grammars":
-    """Those of a target, made once. ValueError as `Grammars`."""
+    """Return the `Grammars` of a target, made once; ValueError as for `Grammars`."""
     if target not in _MADE:
         _MADE[target] = Grammars(target.tokenizer, target.config.vocab, target.eos)
     return _MADE[target]
 
 
 class Grammars:
-    """Makes the grammars of one target. To make this takes a second, a grammar some milliseconds."""
+    """The grammars of one target. Creating this takes a second, and a grammar some milliseconds."""
 
     def __init__(self, tokenizer, vocab: int, ends: frozenset[int]):
-        """tokenizer: of transformers, a fast one. vocab: V, of the logits. ends: the tokens that end a text.
+        """Prepare for a tokenizer.
 
-        ValueError if llguidance is not installed or refuses the tokenizer, or if no token ends a text."""
+        Args:
+            tokenizer: A fast tokenizer of transformers.
+            vocab: V, of the logits.
+            ends: The tokens that end a text.
+
+        Raises:
+            ValueError: llguidance is not installed or rejects the tokenizer, or no token ends a text.
+        """
         if find_spec("llguidance") is None:
             raise ValueError("a grammar needs llguidance, which is not installed: pip install 'specdec[structured]'")
         if tokenizer is None or not ends:
@@ -79,8 +86,10 @@ class Grammars:
             raise ValueError(f"llguidance does not take this target's tokenizer: {_first_line(error)}") from None
 
     def json(self, schema: Any = None) -> "TextGrammar":
-        """JSON that this schema (as read from JSON) describes; None: any object. ValueError, one sentence, for what is
-        no schema, is too large, or has something in it that is not built."""
+        """Return the grammar of JSON that this schema (as read from JSON) describes; None: any object.
+
+        Raises ValueError, one sentence, for a schema that is invalid, too large, or uses an unsupported keyword.
+        """
         from llguidance import LLMatcher
 
         schema = {"type": "object"} if schema is None else schema
@@ -98,7 +107,7 @@ class Grammars:
         )
 
     def regex(self, pattern: str) -> "TextGrammar":
-        """Texts that match it from beginning to end. ValueError as above."""
+        """Return the grammar of texts that match the pattern from beginning to end; ValueError as for `json`."""
         from llguidance import LLMatcher
 
         return self._grammar("regular expression", LLMatcher.grammar_from_regex, _within_limit(pattern, "pattern"))
@@ -123,10 +132,11 @@ class TextGrammar:
     """A `specdec.sampling.grammar.Grammar`."""
 
     def __init__(self, fresh, ends: frozenset[int]):
-        """fresh: an `LLMatcher` that has taken nothing."""
+        """Hold an `LLMatcher` that has taken nothing, and the tokens that end a text."""
         self.fresh, self.ends = fresh, ends
 
     def start(self) -> "TextMatcher":
+        """Return a matcher that has taken nothing."""
         return TextMatcher(self.fresh.deep_copy(), self.ends)
 
 
@@ -134,25 +144,30 @@ class TextMatcher:
     """A `specdec.sampling.grammar.Matcher`."""
 
     def __init__(self, matcher, ends: frozenset[int]):
+        """Hold an `LLMatcher` of its own, and the tokens that end a text."""
         self.matcher, self.ends = matcher, ends
 
     @property
     def over(self) -> bool:
+        """Return whether nothing but the end of the text may follow."""
         return self.matcher.is_stopped()
 
     def take(self, token: int) -> bool:
+        """Advance by a token if it may follow, and return whether it did."""
         return token not in self.ends and self.matcher.try_consume_tokens([token]) == 1
 
     def back(self) -> None:
+        """Undo the last `take`."""
         self.matcher.rollback(1)
 
     def allowed(self) -> NDArray[np.uint8] | None:
+        """Return the bits of the tokens that may follow; None if llguidance has failed."""
         bits = self.matcher.compute_bitmask()
         return None if self.matcher.is_error() else np.frombuffer(bits, np.uint8)
 
 
 def _keywords(schema: Any) -> Iterator[str]:
-    """Those of a schema and of all schemas in it; what has another form than it should is left to llguidance."""
+    """Yield the keywords of a schema and of all schemas in it; llguidance checks malformed parts."""
     waiting = [schema]
     while waiting:
         found = waiting.pop()
@@ -170,8 +185,10 @@ def _keywords(schema: Any) -> Iterator[str]:
 
 @lru_cache(maxsize=64)
 def _check_cost(grammar: str) -> None:
-    """Raise ValueError for a grammar that llguidance cannot compile within `COMPILE_SECONDS` and `COMPILE_BYTES`, or
-    that makes it crash. Its own limits do not cover all constructs, so a process that can be killed compiles first."""
+    """Raise ValueError for a grammar that exceeds `COMPILE_SECONDS` or `COMPILE_BYTES`, or that makes llguidance crash.
+
+    llguidance's own limits do not cover all constructs, so a process that can be killed compiles first.
+    """
     done = subprocess.run([sys.executable, "-P", "-c", COMPILE], input=grammar.encode(), capture_output=True)
     if done.returncode:
         raise ValueError(f"it does not compile within {COMPILE_SECONDS} s and {COMPILE_BYTES >> 20} MiB")

@@ -32,25 +32,28 @@ DRAFTS, COINS = 0x5851F42D4C957F2D, 0x14057B7EF767814F
 
 
 def signed(x: int, bits: int = 64) -> int:
-    """The number that torch has for an unsigned one, or for any other mod 2^bits."""
+    """Return the number that torch has for an unsigned one, or for any other mod 2^bits."""
     x &= (1 << bits) - 1
     return x - (1 << bits) if x >> (bits - 1) else x
 
 
 def _shift(x: Tensor, count: int, bits: int) -> Tensor:
-    """x >> count of unsigned numbers."""
+    """Return x >> count of unsigned numbers."""
     return (x >> count).bitwise_and_((1 << (bits - count)) - 1)
 
 
 def mix64(x: Tensor) -> Tensor:
-    """int64 of any shape."""
+    """Return SplitMix64's finalizer of int64 numbers of any shape."""
     for count, factor in zip((30, 27), M64, strict=True):
         x = (x ^ _shift(x, count, 64)) * signed(factor)
     return x ^ _shift(x, 31, 64)
 
 
 def mix32(x: Tensor, between: Tensor | None = None) -> Tensor:
-    """int32 of any shape. It works in place once it has a tensor of its own. between: xored in after the first half."""
+    """Return lowbias32 of int32 numbers of any shape; `between` is xored in after the first half.
+
+    It works in place once it has a tensor of its own.
+    """
     x = x ^ _shift(x, 16, 32)
     x.mul_(signed(M32[0], 32)).bitwise_xor_(_shift(x, 15, 32))
     if between is not None:
@@ -60,22 +63,22 @@ def mix32(x: Tensor, between: Tensor | None = None) -> Tensor:
 
 
 def hashes_of(tokens: Tensor) -> Tensor:
-    """int32, for tokens of any shape: what of the noise depends on the token alone."""
+    """Return the part of the noise that depends on the token alone: int32, for tokens of any shape."""
     return mix32((tokens + 1).int())
 
 
 def bits_of(keys: Tensor, hashes: Tensor) -> Tensor:
-    """keys [...,2] and hashes that broadcast with [...,1], int32 -> 32 random bits for each hash, int32."""
+    """Return 32 random bits for each hash, int32: keys [...,2] and hashes that broadcast with [...,1], int32."""
     return mix32(hashes ^ keys[..., :1], keys[..., 1:])
 
 
 def uniform(bits: Tensor) -> Tensor:
-    """32 random bits -> fp32 in (0, 1). The bits are written over."""
+    """Return fp32 in (0, 1) from 32 random bits, which are overwritten."""
     return bits.bitwise_and_(0x7FFFFFFF).float().mul_(SCALE).add_(HALF)
 
 
 def gumbel(bits: Tensor) -> Tensor:
-    """32 random bits -> Gumbel noise, fp32. The bits are written over."""
+    """Return Gumbel noise in fp32 from 32 random bits, which are overwritten."""
     return uniform(bits).neg_().log1p_().neg_().log_().neg_()
 
 
@@ -83,71 +86,76 @@ class Noise:
     """The keys of a batch's rows."""
 
     def __init__(self, seeds: Sequence[Seed], hashes: Tensor):
-        """A seed (s, i) for each row, of any two integers. hashes [V]: `hashes_of` the vocabulary."""
+        """Derive keys from a seed (s, i) of any two integers per row. hashes [V]: `hashes_of` the vocabulary."""
         numbers = torch.tensor([[signed(part) for part in seed] for seed in seeds], device=hashes.device)
         self.rows = mix64(mix64(numbers[:, 0]) + (numbers[:, 1] + 1) * signed(GOLDEN))  # [B]
         self.hashes = hashes
 
     def after(self, root: Tensor, depths: int = 1) -> "RoundNoise":
-        """root [B]: the position of the first token that is drawn, less one. depths: how many positions follow it."""
+        """Return the noise of `depths` positions; root [B] is the position before the first drawn token."""
         return RoundNoise(self, root, depths)
 
 
 class RoundNoise:
-    """The noise of the D' positions after the roots of a round. Depth d is that of a node whose next token it draws:
-    for the root 0, and position root + 1."""
+    """The noise of the D' positions after the roots of a round.
+
+    A depth is that of the node after which a token is drawn: 0 for the root, whose next token is at position root + 1.
+    """
 
     def __init__(self, noise: Noise, root: Tensor, depths: int):
+        """Serve `depths` positions after root [B] from the keys of `noise`."""
         self.noise, self.root, self.depths = noise, root, depths
 
     @cached_property
     def keys(self) -> Tensor:
-        """[B,D',2] int32 of the target's draws."""
+        """Return [B,D',2] int32 keys of the target's draws."""
         places = self.root[:, None] + torch.arange(2, 2 + self.depths, device=self.root.device)
         return _halves(mix64(self.noise.rows[:, None] + places * signed(GOLDEN)))
 
     @cached_property
     def whole(self) -> Tensor:
-        """[B,D',V] Gumbel noise of the target's draws."""
+        """Return [B,D',V] Gumbel noise of the target's draws."""
         return gumbel(bits_of(self.keys, self.noise.hashes))
 
     def among(self, select: Callable[[Tensor], Tensor]) -> Tensor:
-        """[B,D',U] Gumbel noise of the target's draws, of the tokens that `select` picks out of [V]. Computing it
-        again is faster than selecting it from `whole`."""
+        """Return [B,D',U] Gumbel noise of the target's draws for the tokens that `select` picks out of [V].
+
+        Computing it again is faster than selecting it from `whole`.
+        """
         hashes = select(self.noise.hashes)
         return self.whole if hashes is self.noise.hashes else gumbel(bits_of(self.keys, hashes))
 
     def at(self, depth: Tensor | None = None) -> Tensor:
-        """depth [B] or [B,N] of nodes -> Gumbel noise [B,V] or [B,N,V] of what follows them; None: [B,D',V], of all."""
+        """Return Gumbel noise [B,V] or [B,N,V] after nodes of depth [B] or [B,N]; None: [B,D',V], of all."""
         return self.whole if depth is None else _of_depth(self.whole, depth)
 
     def keys_at(self, depth: Tensor | None = None) -> Tensor:
-        """The same of the keys, [..., 2]."""
+        """Return the keys [..., 2] of the draws after nodes of depth [B] or [B,N]; None: of all."""
         return self.keys if depth is None else _of_depth(self.keys, depth)
 
     @cached_property
     def drafts(self) -> Tensor:
-        """[B,D',V] Gumbel noise that drafts are drawn with where the target's draws must not know it."""
+        """Return [B,D',V] Gumbel noise for drafts that must be independent of the target's draws."""
         return gumbel(bits_of(self._own(DRAFTS), self.noise.hashes))
 
     def coins(self, depth: Tensor, tokens: Tensor) -> Tensor:
-        """Numbers of (0, 1) that decide on tokens, int64 [B,...], which follow nodes of depth [B,...]."""
+        """Return numbers in (0, 1) that decide on tokens, int64 [B,...], after nodes of depth [B,...]."""
         keys = _of_depth(self._own(COINS), depth)
         return uniform(bits_of(keys, hashes_of(tokens)[..., None])[..., 0])
 
     def _own(self, stream: int) -> Tensor:
-        """[B,D',2] keys of a stream that only this round has: no round before had this root."""
+        """Return [B,D',2] keys of a stream that only this round has: no round before had this root."""
         row = mix64((self.noise.rows ^ signed(stream)) + (self.root + 2) * signed(GOLDEN))
         return _halves(mix64(row[:, None] + torch.arange(1, 1 + self.depths, device=row.device) * signed(GOLDEN)))
 
 
 def _halves(key: Tensor) -> Tensor:
-    """int64 [...] -> int32 [..., 2]"""
+    """Return the int32 halves [..., 2] of int64 keys [...]."""
     return key.contiguous().view(torch.int32).view(*key.shape, 2)
 
 
 def _of_depth(values: Tensor, depth: Tensor) -> Tensor:
-    """values [B,D',X] and depth [B,...] -> [B,...,X]"""
+    """Return values [B,...,X] at depth [B,...] of values [B,D',X]."""
     b, depths, width = values.shape
     first = torch.arange(b, device=depth.device).mul_(depths).view(b, *[1] * (depth.ndim - 1))
     return values.flatten(0, 1).index_select(0, (first + depth).flatten()).view(*depth.shape, width)

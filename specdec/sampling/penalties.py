@@ -18,7 +18,7 @@ from specdec.structs import DraftTree, Sampling
 
 
 class Penalties:
-    """The tokens of each row of a batch, counted on the device, and the penalties that they bring."""
+    """The tokens of each row of a batch, counted on the device, and the penalties for them."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Penalties:
         device: torch.device,
         outputs: Sequence[Sequence[int]] | None = None,
     ):
-        """One row for each sampling. outputs: what the rows have written so far; nothing if not given."""
+        """Count one row for each sampling; outputs: the tokens that the rows have written so far, none if not given."""
 
         def column(name: str) -> Tensor:
             return torch.tensor([float(getattr(s, name)) for s in samplings], device=device)[:, None, None]
@@ -44,16 +44,19 @@ class Penalties:
             row += torch.tensor(output, dtype=torch.int64, device=device).bincount(minlength=vocab)
 
     def add(self, tokens: Tensor, n: Tensor) -> None:
-        """The first n [B] of tokens [B,P] are output from now on."""
+        """Count the first n [B] of tokens [B,P] as output."""
         emitted = torch.arange(tokens.shape[1], device=tokens.device) < n[:, None]
         self.counts.scatter_add_(1, tokens, emitted.to(self.counts.dtype))
 
     def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
-        """Penalise logits [B,N,V]; returns fp32. The counts of node i of the tree are those of the output, which
-        includes the root, and of the tokens on its path after the root. Without a tree all N have the output's counts.
+        """Penalise logits [B,N,V]; return fp32.
+
+        The counts of node i of the tree are those of the output, which includes the root, and of the tokens on its path
+        after the root. Without a tree all N have the output's counts.
 
         No count for each node and token of the vocabulary is stored: the output's counts are subtracted from all nodes
-        alike, and the few tokens of the tree are then written again with their counts on each path."""
+        alike, and the few tokens of the tree are then written again with their counts on each path.
+        """
         logits = logits.float()
         penalised = self._penalise(logits, self.prompt[:, None], self.counts[:, None])
         if tree is None:
@@ -69,7 +72,7 @@ class Penalties:
         return penalised.scatter_(2, tokens, self._penalise(logits.gather(2, tokens), prompt, counts))
 
     def _penalise(self, logits: Tensor, prompt: Tensor, counts: Tensor) -> Tensor:
-        """logits [B,N,X] of X tokens: in the prompt or not, and so often in the output, each [B,1|N,X]."""
+        """Penalise logits [B,N,X] of X tokens: in the prompt or not, and their output counts, each [B,1|N,X]."""
         present = counts > 0
         factor = torch.where(prompt | present, self.repetition, 1.0)
         offset = self.frequency * counts + self.presence * present

@@ -46,7 +46,7 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
 
 
 def in_words(verifier: Verifier) -> str:
-    """A verifier as a user names it, with its settings: 'match', 'typical (epsilon 0.09, alpha 0.3)'."""
+    """Return the name and settings of a verifier for users: 'match', 'typical (epsilon 0.09, alpha 0.3)'."""
     name = next((name for name, rule in VERIFIERS.items() if rule is type(verifier)), type(verifier).__name__)
     settings = (
         ", ".join(f"{f.name} {getattr(verifier, f.name):g}" for f in fields(verifier)) if is_dataclass(verifier) else ""
@@ -56,13 +56,13 @@ def in_words(verifier: Verifier) -> str:
 
 @dataclass(frozen=True)
 class VerifierSettings:
-    """A rule as command lines and settings files name it."""
+    """Name and settings of a verifier, from command lines and settings files."""
 
     verifier: str | None = None
     verifier_args: str | None = None
 
     def make(self) -> Verifier:
-        """The rule. Raises ValueError for a name, a setting or a value that does not exist."""
+        """Return the verifier. Raises ValueError for a name, a setting or a value that does not exist."""
         settings = {}
         for part in self.verifier_args.split(",") if self.verifier_args else ():
             name, _, number = part.partition("=")

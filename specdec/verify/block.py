@@ -14,12 +14,14 @@ from specdec.verify.walk import Rule, accept, at, bonus_of, coins_of, of_parent,
 
 @dataclass(frozen=True)
 class BlockVerification(Rule):
-    """Sun et al., arXiv 2403.10444, algorithm 2. Along the chain x_1..x_D, with r_0 = 1:
+    """Accept the tokens of a chain together, by algorithm 2 of Sun et al. (arXiv 2403.10444).
+
+    Along the chain x_1..x_D, with r_0 = 1:
 
         r_i = min(1, r_{i-1} p(x_i)/q(x_i))          left_i = sum_x max(r_i p(x | x_1..x_i) - q(x | x_1..x_i), 0)
         h_i = left_i / (left_i + 1 - r_i) for i < D  h_D = r_D
 
-    Each i is a success with probability h_i; the chain is accepted up to the last success, and the bonus drawn from
+    Each i is a success with probability h_i. The chain is accepted up to the last success, and the bonus is drawn from
     norm(max(r_i p - q, 0)) there, from p at the end. At least i tokens are accepted with probability r_i: no lossless
     rule accepts more of a chain on average, and token by token it would be the product of min(1, p/q).
     """
@@ -30,6 +32,7 @@ class BlockVerification(Rule):
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
+        """Verify a chain: see `structs.Verifier`."""
         p, (q, _) = filtered_probs(logits, sampling), tree.drawn_from()  # node i of a chain is x_i
         ratios = of_parent(tree, p)[:, 1:] / of_parent(tree, q)[:, 1:]
         reached = [torch.ones_like(ratios[:, 0])]

@@ -12,7 +12,7 @@ from specdec.verify.walk import Rule, follow
 
 @dataclass(frozen=True)
 class SampleAndMatch(Rule):
-    """Draw the target's token g at every node, and walk down from the root as long as a child carries the token drawn.
+    """Draw the target's token at every node, and walk down from the root while a child carries the drawn token.
 
     Each emitted token is a draw from the target's own distribution given the tokens before it, so the output is
     distributed as the target's whatever was drafted. For trees of distinct siblings the accepted length has the same
@@ -26,6 +26,7 @@ class SampleAndMatch(Rule):
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
+        """Verify a tree: see `structs.Verifier`."""
         return follow(tree, sample(logits, sampling, noise, tree.depth))
 
 

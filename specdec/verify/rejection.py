@@ -13,13 +13,14 @@ from specdec.verify.walk import Rule, accept, at, bonus_of, coins_of, deepest, r
 
 @dataclass(frozen=True)
 class MultiRoundRejection(Rule):
-    """A node's children are offered in the order in which they were drawn: x is accepted with probability
-    min(1, p(x)/q(x)); if not, p <- norm(max(p - q, 0)), q loses x and is renormalised, and the next child is offered.
-    Where all are refused, or there is none, the bonus is drawn from the p that is left.
+    """Offer a node's children in the order in which they were drawn from the drafter's distribution q.
+
+    Child x is accepted with probability min(1, p(x)/q(x)). If it is rejected, p <- norm(max(p - q, 0)), q loses x and
+    is renormalised, and the next child is offered. If no child is accepted, the bonus is drawn from the remaining p.
 
     SpecInfer (arXiv 2305.09781), Sequoia (arXiv 2402.12374) and EAGLE-1; on a chain Leviathan's rule (arXiv
-    2211.17192). A child that q gives nothing, because q had fewer tokens than children were wanted, was certain: its q
-    is one at x. All children of a greedy tree but the first are such, so temperature 0 is greedy matching.
+    2211.17192). A child to which q gives nothing, because q had fewer tokens than children were wanted, was certain:
+    its q is one at x. All children of a greedy tree but the first are such, so temperature 0 is greedy matching.
     """
 
     needs_q = True
@@ -27,6 +28,7 @@ class MultiRoundRejection(Rule):
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
+        """Verify a tree with `DraftTree.q`: see `structs.Verifier`."""
         p, (q, _) = filtered_probs(logits, sampling), tree.drawn_from()
         children = children_by_rank(tree)
         coins = coins_of(tree, noise).gather(1, children.flatten(1)).view(children.shape)
@@ -46,7 +48,7 @@ class MultiRoundRejection(Rule):
 
 
 def children_by_rank(tree: DraftTree) -> Tensor:
-    """[B,N,K] the children of each node in order of index, K = tree.topk, padded with 0, which is no node's child."""
+    """Return [B,N,K], the children of each node in order of index, K = tree.topk, padded with 0 (no node's child)."""
     (b, n), (_, topk) = tree.parents.shape, tree.drawn_from()
     nodes = torch.arange(n, device=tree.parents.device).expand(b, n)
     siblings = (tree.parents[:, :, None] == tree.parents[:, None]) & (nodes[:, None] > 0)
@@ -57,6 +59,6 @@ def children_by_rank(tree: DraftTree) -> Tensor:
 
 
 def _without(q: Tensor, token: Tensor) -> Tensor:
-    """q [..., V] without token [..., 1], renormalised; nothing at all if it had no other."""
+    """Return q [..., V] without token [..., 1], renormalised; zeros if it had no other token."""
     rest = q.scatter(-1, token, 0.0)
     return rest / rest.sum(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).tiny)

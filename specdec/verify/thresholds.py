@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import RoundNoise
@@ -13,8 +14,10 @@ from specdec.verify.walk import Rule, accept, at, bonus_of, coins_of, deepest, o
 
 @dataclass(frozen=True)
 class TwoThresholds(Rule):
-    """One coin u per node; its children are visited in order, their probabilities under the target p added up, and the
-    first accepted for which u < sum / threshold_acc or p >= threshold_single. Where none is, the bonus is drawn from p
+    """Accept children by one coin u per node and two thresholds, as SGLang does.
+
+    A node's children are visited in order, and their probabilities under the target p are added up. The first child is
+    accepted for which u < sum / threshold_acc or p >= threshold_single. If there is none, the bonus is drawn from p
     without the children.
 
     SGLang's `tree_speculative_sampling_target_only` (`--speculative-accept-threshold-single`, `-acc`). With both at 1
@@ -25,17 +28,20 @@ class TwoThresholds(Rule):
     threshold_acc: float = 1.0
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a threshold outside (0, 1]."""
         for name in ("threshold_single", "threshold_acc"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
 
     @property
+    @override
     def lossless(self) -> bool:  # type: ignore[override]
         return self.threshold_single == self.threshold_acc == 1
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
+        """Verify a tree: see `structs.Verifier`."""
         p = filtered_probs(logits, sampling)
         single = of_parent(tree, p)
         single[:, 0] = 0  # the root is its own parent, and no child
@@ -50,8 +56,10 @@ class TwoThresholds(Rule):
 
     @staticmethod
     def _bonus(tree: DraftTree, p: Tensor, winner: Tensor) -> Tensor:
-        """p [B,V] without the tokens of winner's children; p itself if they have all of it and were refused for the
-        sake of rounding only."""
+        """Return p [B,V] without the tokens of winner's children.
+
+        If the children have all of p and were rejected by rounding only, return p itself.
+        """
         child = tree.parents == winner[:, None]
         child[:, 0] = False
         others = torch.ones_like(p).scatter_reduce_(1, tree.tokens, (~child).to(p), "amin")

@@ -1,4 +1,4 @@
-"""Typical acceptance: what the target finds likely enough is taken. Lossy."""
+"""Typical acceptance: drafted tokens that the target finds likely enough are accepted. Lossy."""
 
 from dataclasses import dataclass
 
@@ -13,8 +13,10 @@ from specdec.verify.walk import Rule, accept, alive, at, bonus_of, of_parent
 
 @dataclass(frozen=True)
 class TypicalAcceptance(Rule):
-    """A token x is accepted if p(x) > min(epsilon, alpha exp(-H(p))), H the entropy in nats; of the longest accepted
-    paths the one with the highest probability under the target is emitted, and a bonus drawn from p at its end.
+    """Accept a token x if p(x) > min(epsilon, alpha exp(-H(p))), where H is the entropy in nats.
+
+    Of the longest accepted paths, the one with the highest probability under the target is emitted, and a bonus drawn
+    from p at its end.
 
     Medusa (arXiv 2401.10774, `evaluate_posterior`), with its defaults: alpha is the root of epsilon. Lossy: a drafted
     token is emitted for certain, not with its probability. At temperature 0, where p is one or zero, this is Medusa's
@@ -27,6 +29,7 @@ class TypicalAcceptance(Rule):
     alpha: float = 0.3
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless 0 < epsilon <= 1 and alpha > 0."""
         if not 0 < self.epsilon <= 1:
             raise ValueError(f"epsilon must lie in (0, 1], got {self.epsilon}")
         if not self.alpha > 0:
@@ -35,6 +38,7 @@ class TypicalAcceptance(Rule):
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
+        """Verify a tree: see `structs.Verifier`."""
         p = filtered_probs(logits, sampling)
         entropy = torch.special.entr(p).sum(-1)  # [B,N]
         threshold = (self.alpha * (-entropy).exp()).clamp_(max=self.epsilon)

@@ -1,4 +1,4 @@
-"""What all rules share: nodes are hit or missed, the accepted path is the longest without a miss, a bonus ends it."""
+"""Parts of all rules: nodes are hits or misses, the longest path without a miss is accepted, a bonus follows it."""
 
 from typing import ClassVar
 
@@ -22,18 +22,18 @@ class Rule:
 
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:
-    """hit [B,N], with any value at the root -> [B,N] bool: is every node on the way from the root a hit?"""
+    """Return [B,N] bool: is every node on the path from the root a hit? hit [B,N] may have any value at the root."""
     # Of truth values a >= b says that b implies a.
     return (hit[:, None, 1:] >= tree.ancestors[..., 1:]).all(-1)
 
 
 def deepest(tree: DraftTree, hit: Tensor) -> Tensor:
-    """hit [B,N] of which no two siblings are true -> [B] the node that the only path without a miss ends in."""
+    """Return the last node [B] of the only path without a miss; hit [B,N] is true for at most one of siblings."""
     return (alive(tree, hit) * tree.depth).max(1).indices  # where only the root is alive, the first of zeros: the root
 
 
 def path_of(tree: DraftTree, on_path: Tensor) -> tuple[Tensor, Tensor]:
-    """on_path [B,N]: the nodes of a path that begins at the root -> path [B,P] and n [B] as in `Verdict`."""
+    """Return path [B,P] and n [B] as in `Verdict`; on_path [B,N] marks the nodes of a path from the root."""
     b, n = on_path.shape
     path = torch.zeros(b, tree.steps + 1, dtype=torch.int64, device=on_path.device)
     # At each depth one node is on the path, and the others count as node 0.
@@ -42,8 +42,11 @@ def path_of(tree: DraftTree, on_path: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def follow(tree: DraftTree, drawn: Tensor) -> Verdict:
-    """Accept the path along the drawn tokens [B,N], one after each node: every accepted node carries the token that was
-    drawn after its parent. The emitted tokens are the draws after the nodes of the path."""
+    """Accept the path along the drawn tokens [B,N], one after each node.
+
+    Every accepted node carries the token that was drawn after its parent. The emitted tokens are the draws after the
+    nodes of the path.
+    """
     if drawn.device.type == "cpu" and native.has_rows():
         path, n, tokens = native.operator("follow")(tree.tokens, tree.parents, drawn, tree.steps)
         return Verdict(path=path, n=n, tokens=tokens)
@@ -53,7 +56,7 @@ def follow(tree: DraftTree, drawn: Tensor) -> Verdict:
 
 
 def accept(tree: DraftTree, winner: Tensor, bonus: Tensor) -> Verdict:
-    """The path from the root to winner [B] is emitted, and then the token bonus [B]."""
+    """Emit the path from the root to winner [B], and then the token bonus [B]."""
     on_path = tree.ancestors.gather(1, winner[:, None, None].expand(-1, 1, tree.depth.shape[1])).squeeze(1)
     path, n = path_of(tree, on_path)
     tokens = tree.tokens.gather(1, path).roll(-1, 1).scatter_(1, (n - 1)[:, None], bonus[:, None])
@@ -61,8 +64,10 @@ def accept(tree: DraftTree, winner: Tensor, bonus: Tensor) -> Verdict:
 
 
 def coins_of(tree: DraftTree, noise: RoundNoise | None, of_parents: bool = False) -> Tensor:
-    """[B,N] a number of (0, 1) for each node, by which it is taken or refused; void at the root. of_parents: siblings
-    have the same. Without noise, at temperature 0, it decides nothing."""
+    """Return for each node a number in (0, 1) [B,N] that decides whether it is accepted; void at the root.
+
+    With `of_parents` siblings have the same number. Without noise, at temperature 0, the numbers decide nothing.
+    """
     if noise is None:
         return torch.full(tree.tokens.shape, 0.5, device=tree.tokens.device)
     if of_parents:
@@ -78,19 +83,20 @@ def bonus_of(tree: DraftTree, winner: Tensor, probs: Tensor, noise: RoundNoise |
 
 
 def at(nodes: Tensor, values: Tensor) -> Tensor:
-    """values [B,N,V] of the nodes [B] -> [B,V]."""
+    """Return the values [B,V] of the nodes [B] from values [B,N,V]."""
     return values.gather(1, nodes[:, None, None].expand(-1, 1, values.shape[-1])).squeeze(1)
 
 
 def of_parent(tree: DraftTree, probs: Tensor) -> Tensor:
-    """probs [B,N,V] -> [B,N] what each node's parent gives to the node's token; void at the root."""
+    """Return the probability [B,N] that each node's parent gives to it; void at the root. probs [B,N,V]."""
     return probs.flatten(1).gather(1, tree.parents * probs.shape[-1] + tree.tokens)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """norm(max(p - q, 0)) over the last dimension: what is left of p after q was offered and refused.
+    """Return norm(max(p - q, 0)) over the last dimension: the part of p that remains after q was offered and rejected.
 
-    No mass is left only if p equals q, when nothing is refused but by rounding: then p."""
+    No mass remains only if p equals q, when only rounding can reject: then return p.
+    """
     rest = (p - q).clamp_(min=0)
     mass = rest.sum(-1, keepdim=True)
     return torch.where(mass > 0, rest / mass, p)

@@ -20,10 +20,13 @@ FAMILIES = {
 
 
 def read_config(config: dict, name: str) -> ModelConfig:
-    """The parsed `config.json` of the checkpoint `name` -> ModelConfig.
+    """Return the `ModelConfig` of the checkpoint `name` from its parsed `config.json`.
 
-    Of a config that wraps a language model's, the inner one is read. Raises NotNative for what we would have to
-    approximate and transformers may do exactly, and another ValueError for a config that is wrong.
+    If the config wraps a language model, its inner config is read.
+
+    Raises:
+        NotNative: Our decoder would have to approximate the model; transformers may run it exactly.
+        ValueError: The config is wrong.
     """
     family = config.get("model_type")
     if not (isinstance(family, str) and family in FAMILIES):  # a native family that wraps reads its config itself

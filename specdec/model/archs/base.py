@@ -43,6 +43,7 @@ class ModelConfig:
     local_rope: Rope | None = None  # of the sliding layers; None: `rope`
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a rope that is no rotation."""
         for rope in filter(None, (self.rope, self.local_rope)):
             if fault := rope.fault():
                 raise ValueError(fault)
@@ -60,7 +61,7 @@ ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_
 
 
 def read_common(config: dict, **differences) -> ModelConfig:
-    """A ModelConfig from the fields that mean the same in every family; `differences` are the family's own."""
+    """Return a ModelConfig from the fields that mean the same in every family; `differences` are the family's own."""
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATION_NAMES:
         raise NotNative(f"activation {activation!r} is not native")
@@ -83,10 +84,11 @@ def read_common(config: dict, **differences) -> ModelConfig:
 
 
 def read_sliding(config: dict, default: list[str]) -> dict:
-    """The fields of ModelConfig for sliding layers. `default` holds the layer types of a config without
-    `layer_types`.
+    """Return the fields of ModelConfig for sliding layers. `default`: layer types if the config has no `layer_types`.
 
-    Raises ValueError for types that we do not know, and for sliding layers without a window."""
+    Raises:
+        ValueError: A layer type is unknown, or layers slide without a window.
+    """
     window = config.get("sliding_window")
     types = config.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
@@ -102,7 +104,7 @@ def read_sliding(config: dict, default: list[str]) -> dict:
 
 
 def read_qwen_sliding(config: dict) -> dict:
-    """The same for Qwen2 and 3, where `use_sliding_window` makes the layers from `max_window_layers` on slide."""
+    """As `read_sliding`, for Qwen2 and 3: with `use_sliding_window`, layers from `max_window_layers` on slide."""
     fields = {"sliding_window": 4096} | config
     if not config.get("use_sliding_window"):
         if "sliding_attention" in (config.get("layer_types") or ()):
@@ -114,10 +116,10 @@ def read_qwen_sliding(config: dict) -> dict:
 
 
 def read_rope(config: dict) -> Rope:
-    """The rope of a config in either spelling: `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`,
-    which transformers takes if both are there.
+    """Return the rope of a config, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
 
-    Raises NotNative for a rope that we do not build."""
+    If both are there, `rope_scaling` wins, as in transformers. Raises NotNative for a rope that we do not build.
+    """
     fields = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if any(isinstance(value, dict) for value in fields.values()):
         raise NotNative("a rope for each type of layer is not native")
@@ -142,7 +144,7 @@ def read_rope(config: dict) -> Rope:
 
 
 def rope_fields(rope: Rope) -> dict:
-    """The config fields that `read_rope` reads back as `rope`, in the older spelling, which all readers know."""
+    """Return the config fields of `rope` in the older spelling, which all readers know; `read_rope` reads them back."""
     fields: dict = {"rope_theta": rope.theta}
     if rope.scaling == "linear":
         fields["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}

@@ -26,12 +26,13 @@ DEFAULTS = {
 
 
 def read_multimodal(config: dict) -> ModelConfig:
-    """The text part of a `gemma3` config; only the outer one says whether the head is tied."""
+    """Return the `ModelConfig` of the text part of a `gemma3` config, tied as the outer config says."""
     tied = config.get("tie_word_embeddings", True)
     return read(config["text_config"] | {"tie_word_embeddings": tied})
 
 
 def read(config: dict) -> ModelConfig:
+    """Return the `ModelConfig` of a `gemma3_text` config; ValueError for soft-capped or bidirectional attention."""
     config = DEFAULTS | config
     if config.get("attn_logit_softcapping") is not None:
         raise ValueError("attn_logit_softcapping is not supported: transformers' Gemma 3 ignores it")
@@ -64,5 +65,5 @@ def _ropes(config: dict) -> tuple[dict, dict]:
 
 
 def is_vision(name: str) -> bool:
-    """Does a tensor of `gemma3` belong to the part that sees images?"""
+    """Return whether a tensor of `gemma3` belongs to the vision part."""
     return name.removeprefix("model.").startswith(("vision_tower.", "multi_modal_projector."))

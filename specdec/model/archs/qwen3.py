@@ -4,6 +4,7 @@ from specdec.model.archs.base import ModelConfig, read_common, read_qwen_sliding
 
 
 def read(config: dict) -> ModelConfig:
+    """Return the `ModelConfig` of a dense Qwen3 config."""
     bias = config.get("attention_bias", False)
     return read_common(
         config,

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are the target's, and by what name."""
+"""The tensors of a checkpoint that belong to the target, and their names."""
 
 import re
 
@@ -7,17 +7,17 @@ from specdec.model.archs.wrapped import inner_name, is_text, is_wrapped, text_co
 
 
 def text_name(name: str, config: dict) -> str:
-    """The name of a tensor in the Llama layout; config is that of a native family, or of one that wraps it."""
+    """Return the name of a tensor in the Llama layout; config is that of a native family, or of one that wraps it."""
     return name if config["model_type"] in FAMILIES and not is_wrapped(config) else inner_name(name)
 
 
 def set_aside(name: str, config: dict) -> bool:
-    """Does a tensor without a place in the target belong to a part that is known not to be of the target?
+    """Return whether a tensor without a place in the target is known to belong to another part of the model.
 
     Such parts are heads for multi-token prediction, which drafters read: `model.mtp_layers.*` (MiMo), `mtp.*` (Qwen),
     and the layers after the last that the config announces (DeepSeek, GLM). Others are the frequencies that old
-    Llama files store, and what the family itself ignores. The family may be one that is not native. Of a model that
-    wraps another one, all tensors that are not the inner model's belong to such a part.
+    Llama files store, and what the family itself ignores. The family may be one that is not native. If a model wraps
+    another one, all tensors outside the inner model belong to such a part.
     """
     if is_wrapped(config) and config["model_type"] not in FAMILIES:
         if not is_text(name):

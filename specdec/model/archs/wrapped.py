@@ -1,8 +1,8 @@
 """Checkpoints in which the language model is a part: `*ForConditionalGeneration`, with `text_config` in the config.
 
 The language model's tensors are under `language_model.model.` (older files) or `model.language_model.` (newer ones),
-or have their usual names (Qwen2-VL). All others belong to vision or audio and are ignored: the loaded model
-loaded reads and writes text only.
+or have their usual names (Qwen2-VL). All others belong to vision or audio and are ignored: the loaded model reads and
+writes text only.
 """
 
 import re
@@ -14,22 +14,22 @@ TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.", "mtp.
 
 
 def is_wrapped(config: dict) -> bool:
-    """Is the language model a part of what this config.json describes?"""
+    """Return whether the language model is a part of the model that this config.json describes."""
     return isinstance(config.get("text_config"), dict)
 
 
 def text_config(config: dict) -> dict:
-    """The language model's config, for any parsed config.json."""
+    """Return the language model's config from any parsed config.json."""
     if not is_wrapped(config):
         return config
     return config["text_config"] | {key: config[key] for key in OUTER if config.get(key) is not None}
 
 
 def inner_name(name: str) -> str:
-    """A tensor's name in a wrapped checkpoint -> its name in the language model alone."""
+    """Return the name that a tensor of a wrapped checkpoint has in the language model alone."""
     return INNER.sub("model.", name).removeprefix("language_model.")
 
 
 def is_text(name: str) -> bool:
-    """Does a tensor of a wrapped checkpoint belong to the language model?"""
+    """Return whether a tensor of a wrapped checkpoint belongs to the language model."""
     return "language_model." in name or name.startswith(TEXT)

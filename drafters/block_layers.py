@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.drafters.layers import DraftLayer, DraftShape
 from specdec.model.attention import Attend, Attention
@@ -40,6 +41,7 @@ class BlockForward:
     convolution: int = 0
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings that do not exist or contradict each other."""
         if self.label not in ("p+k", "p+k+1"):
             raise ValueError(f"label must be 'p+k' or 'p+k+1' (which token slot k tells), got {self.label!r}")
         if self.window_from not in ("slot", "anchor"):
@@ -56,6 +58,7 @@ class BlockForward:
 
     @property
     def drafts(self) -> int:
+        """Return the number of tokens that a block drafts."""
         return self.rows - self.unused
 
     def seen(self, sliding: bool) -> Tensor:
@@ -80,6 +83,7 @@ class BlockAttention(Attention):
     """Attention of the block. Its key and value projections serve the context too."""
 
     def __init__(self, shape: DraftShape):
+        """Build projections for inputs of width H, with norms of each query and key head."""
         super().__init__(shape, shape.hidden, qk_norm=True)
 
     def context(self, features: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -90,11 +94,14 @@ class BlockAttention(Attention):
 
 
 class SlotConvolution(nn.Module):
-    """DFlash2's convolutions before and after a sublayer: a slot gets a share of itself and a share of the slot before
-    it, channel by channel. The anchor has none before it. To fixed shares are added some that groups of channels have
-    in common, and that follow from what the sublayer reads at the slot (`Automodel`, draft_qwen3_dflash2.py)."""
+    """Mix each slot with the slot before it, channel by channel, before and after a sublayer (DFlash2).
+
+    The anchor has no slot before it. The fixed shares are summed with moving ones, which groups of channels share and
+    which are computed from the sublayer's input at the slot (`Automodel`, draft_qwen3_dflash2.py).
+    """
 
     def __init__(self, hidden: int, group: int):
+        """Build fixed shares for `hidden` channels, and moving shares for groups of `group` channels."""
         super().__init__()
         if hidden % group:
             raise ValueError(f"convolution is {group} channels a group, which do not divide the hidden size {hidden}")
@@ -114,7 +121,7 @@ class SlotConvolution(nn.Module):
 
 
 def _mixed(x: Tensor, shares: Tensor, moving: Tensor, rows: int) -> Tensor:
-    """x [B,A*rows,H], shares [2,H] and moving [B,A*rows,2,groups] of a slot and of the one before it."""
+    """Add shares [2,H] and moving shares [B,A*rows,2,groups] of a slot and the slot before it, of x [B,A*rows,H]."""
     groups = moving.shape[-1]
     slots = x.unflatten(1, (-1, rows))
     before = F.pad(slots[:, :, :-1], (0, 0, 1, 0)).flatten(1, 2).unflatten(-1, (groups, -1))
@@ -129,12 +136,14 @@ class BlockLayer(DraftLayer):
     attention: BlockAttention
 
     def __init__(self, shape: DraftShape, how: BlockForward):
+        """Build the layer, with convolutions of `how.convolution` channels a group if that is not 0."""
         super().__init__(shape, BlockAttention(shape))
         self.rows = how.rows
         self.convolutions: ModuleList[SlotConvolution] | None = None
         if how.convolution:
             self.convolutions = ModuleList(SlotConvolution(shape.hidden, how.convolution) for _ in range(2))
 
+    @override
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         if self.convolutions is None:
             return super().forward(x, rope, attend)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.drafters.layers import SumHead
 from specdec.drafters.vocab import DraftVocab
@@ -18,9 +19,12 @@ from specdec.model.layers import Linear, LinearMap
 
 
 class ConditionalHead(nn.Module):
-    """What is carried along a path begins with the anchor. It reads one token after the other, and each slot may
-    change it. A subclass is made of the draft vocabulary, the target's embedding [V,H], the width R, and its own
-    `settings`."""
+    """Change a slot's logits by the tokens drafted before it.
+
+    The carried state of a path begins with the anchor. The head reads one token after the other, and each slot may
+    change the state. A subclass takes the draft vocabulary, the target's embedding [V,H], the width R, and its own
+    `settings`.
+    """
 
     rank: int  # its width, of most R
     head: LinearMap  # [U,R], with a row for each token of the draft vocabulary
@@ -32,7 +36,7 @@ class ConditionalHead(nn.Module):
 
     @abstractmethod
     def begin(self, anchor: Tensor) -> Tensor:
-        """anchor [B,1] -> what is carried when it was read, [B,1,C]."""
+        """Return the state [B,1,C] after reading the anchor [B,1]."""
 
     @abstractmethod
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
@@ -40,12 +44,19 @@ class ConditionalHead(nn.Module):
 
     @abstractmethod
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """Return what `head` reads [B,W,R] and the next `carried` [B,W,C], for slot `slot` after W paths with carried
-        [B,W,C]. hidden [B,1,H] is the slot's hidden state; in training it is [B,W,H]. slot counts those that draft."""
+        """Return the input of `head` [B,W,R] and the next state [B,W,C] of W paths at a slot.
+
+        Args:
+            hidden: Hidden state of the slot, [B,1,H]; in training [B,W,H].
+            carried: States of the paths, [B,W,C].
+            slot: Number of the slot among those that draft.
+        """
 
     def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
-        """base [B,1,U], the logits of a slot -> the logits of its W paths [B,W,U], and what is carried further. The
-        rest is as for `narrow`."""
+        """Return the logits of a slot's W paths [B,W,U] and their next states, from its base logits [B,1,U].
+
+        The other arguments are those of `narrow`.
+        """
         low, carried = self.narrow(hidden, carried, slot)
         return base + self.head(low), carried
 
@@ -60,20 +71,24 @@ class Markov(ConditionalHead):
     state = 0  # width of what is carried in addition to the embedding of the last token
 
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int):
+        """Build an embedding of all target tokens and a head to the draft vocabulary, both `rank` wide."""
         super().__init__()
         self.rank = rank
         self.embed = nn.Embedding(vocab.target_size, rank)
         self.head = Linear(rank, vocab.size, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
 
+    @override
     def begin(self, anchor: Tensor) -> Tensor:
         embedded = self.embed(anchor)
         return torch.cat([embedded, embedded.new_zeros(*anchor.shape, self.state)], -1) if self.state else embedded
 
+    @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
         embedded = self.embed(tokens)
         return torch.cat([embedded, carried[..., self.rank :]], -1) if self.state else embedded
 
+    @override
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         return carried, carried
 
@@ -82,9 +97,11 @@ class GatedMarkov(Markov):
     """The same, where a gate that sees the slot weighs the token's embedding."""
 
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int):
+        """Add a gate that reads the slot's hidden state and the token's embedding to `Markov`."""
         super().__init__(vocab, embedding, rank)
         self.gate = Linear(embedding.shape[1] + rank, rank)
 
+    @override
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         hidden = hidden.expand(-1, carried.shape[1], -1)
         gate = self.gate(torch.cat([hidden, carried], -1)).sigmoid()
@@ -95,10 +112,12 @@ class RecurrentMarkov(Markov):
     """The same, with a state of `rank` numbers that each slot updates from the token before it and from itself."""
 
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int):
+        """Add a gated update of a state of width `rank` to `Markov`."""
         super().__init__(vocab, embedding, rank)
         self.state = rank
         self.joint = Linear(2 * rank + embedding.shape[1], 3 * rank)
 
+    @override
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         hidden = hidden.expand(-1, carried.shape[1], -1)
         embedded, state = carried.split_with_sizes([self.rank, self.rank], -1)
@@ -109,8 +128,11 @@ class RecurrentMarkov(Markov):
 
 
 class Domino(ConditionalHead):
-    """Domino's residual: a GRU reads the embeddings of the tokens up to a slot, and a narrow MLP sees its state and the
-    slot (arXiv 2605.29707). The state is carried along the path, where the authors' code reads the block again."""
+    """Add Domino's residual to a slot's logits (arXiv 2605.29707).
+
+    A GRU reads the embeddings of the tokens up to a slot, and a narrow MLP reads its state and the slot. The state is
+    carried along the path, where the authors' code reads the block again.
+    """
 
     embedding: Tensor  # [V,H]
 
@@ -123,18 +145,22 @@ class Domino(ConditionalHead):
         self.token, self.past = Linear(hidden, 3 * state, bias=False), Linear(state, 3 * state, bias=False)
         self.down, self.head = Linear(hidden + state, rank, bias=False), Linear(rank, vocab.size, bias=False)
 
+    @override
     def settings(self) -> dict[str, int]:
         return {"state": self.state, "prefix": self.prefix}
 
+    @override
     def begin(self, anchor: Tensor) -> Tensor:
         return self.read(anchor, self.embedding.new_zeros(*anchor.shape, self.state))
 
+    @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
         new, old = self.token(F.embedding(tokens, self.embedding)), self.past(carried)
         (reset, update, new), (old_reset, old_update, old) = new.chunk(3, -1), old.chunk(3, -1)
         update = (update + old_update).sigmoid()
         return update * carried + (1 - update) * (new + (reset + old_reset).sigmoid() * old).tanh()
 
+    @override
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         if slot < self.prefix:
             return carried.new_zeros(*carried.shape[:-1], self.rank), carried
@@ -143,10 +169,14 @@ class Domino(ConditionalHead):
 
 
 class Selector(ConditionalHead):
-    """DFlash2's path selector: each of a slot's best tokens by the base logits is scored with the token before it
-    and with the slot, by the product of three narrow vectors. No other token is proposed."""
+    """Select among a slot's best tokens by their path (DFlash2).
+
+    Each of the best tokens by the base logits is scored with the token before it and with the slot, by the product of
+    three narrow vectors. No other token is proposed.
+    """
 
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, candidates: int = 16):
+        """Build vectors of width `rank`, and let each slot propose its `candidates` best tokens by the base logits."""
         super().__init__()
         self.rank, self.candidates = rank, candidates
         self.embed = nn.Embedding(vocab.target_size, rank)
@@ -154,18 +184,23 @@ class Selector(ConditionalHead):
         self.head = Linear(rank, vocab.size, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
 
+    @override
     def settings(self) -> dict[str, int]:
         return {"candidates": self.candidates}
 
+    @override
     def begin(self, anchor: Tensor) -> Tensor:
         return self.embed(anchor)
 
+    @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
         return self.embed(tokens)
 
+    @override
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         return carried * self.slot(hidden), carried
 
+    @override
     def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         low, carried = self.narrow(hidden, carried, slot)
         best, ids = base.topk(min(self.candidates, base.shape[-1]))  # [B,1,k]
@@ -173,6 +208,7 @@ class Selector(ConditionalHead):
         logits = base.new_full((*low.shape[:2], base.shape[-1]), -torch.inf)
         return logits.scatter_(2, ids.expand(scores.shape), scores), carried
 
+    @override
     def joined(self, base: LinearMap) -> SumHead:
         return AmongBest(self.candidates, base, self.head)
 
@@ -181,9 +217,11 @@ class AmongBest(SumHead):
     """The sum for the best tokens by the first head's logits, and nothing else."""
 
     def __init__(self, candidates: int, *heads: LinearMap):
+        """Add the logits of `heads` for the `candidates` best tokens by the first head's logits."""
         super().__init__(*heads)
         self.candidates = candidates
 
+    @override
     def __call__(self, x: Tensor) -> Tensor:
         base, *others = self.parts(x)
         ids, logits = base.topk(min(self.candidates, base.shape[-1])).indices, sum(others, base)
@@ -191,16 +229,20 @@ class AmongBest(SumHead):
 
 
 class Confidence(nn.Module):
-    """DSpark's estimate that a slot's token is accepted if those before it are: a linear map of the slot's hidden
-    state, and, with a rank, of the Markov embedding of the token before it."""
+    """Estimate whether a slot's token is accepted if all tokens before it are (DSpark, arXiv 2607.05147).
+
+    The estimate is a linear map of the slot's hidden state and, with a rank, of the Markov embedding of the token
+    before it.
+    """
 
     def __init__(self, hidden: int, rank: int = 0):
+        """Read hidden states of width `hidden`, and embeddings of width `rank` if that is not 0."""
         super().__init__()
         self.rank = rank
         self.proj = Linear(hidden + rank, 1)
 
     def forward(self, hidden: Tensor, embedded: Tensor) -> Tensor:
-        """hidden [B,n,H] of slots, embedded [B,n,C] of the tokens before them -> logits [B,n]."""
+        """Return logits [B,n] of slots with hidden states [B,n,H], after tokens with embeddings [B,n,C]."""
         features = torch.cat([hidden, embedded], -1) if self.rank else hidden
         return self.proj(features)[..., 0]
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, DraftState, Features
@@ -29,8 +30,10 @@ from specdec.model.target import check_taps
 
 
 class BlockDrafter(CachedDrafter):
-    """The backbone. Embeddings and head are the target's. A conditional head may follow, which changes the logits of a
-    slot by the tokens drafted before it."""
+    """Draft a block of tokens in one forward, with the target's embedding and head.
+
+    A conditional head may follow, which changes the logits of a slot by the tokens drafted before it.
+    """
 
     shape: DraftShape
     switches: BlockForward
@@ -80,16 +83,20 @@ class BlockDrafter(CachedDrafter):
         self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
     @property
+    @override
     def capturable(self) -> bool:  # type: ignore[override]
         return self.cut == 0  # a cut proposal has `levels`
 
     @property
+    @override
     def conditioned(self) -> bool:  # type: ignore[override]
         return self.conditional is not None
 
+    @override
     def heads_in_use(self) -> list[LinearMap]:
         return [self.head, *([self.conditional.head] if self.conditional else [])]
 
+    @override
     def set_heads(self, heads: list[LinearMap]) -> None:
         self.head, *others = heads
         if self.conditional:
@@ -104,6 +111,7 @@ class BlockDrafter(CachedDrafter):
     def _slots(self, slots: int) -> int:
         return slots + self.switches.rows
 
+    @override
     def reset(self, rows: int, slots: int) -> None:
         shape, slots = self.shape, self._slots(slots)
         freeze(self)
@@ -111,10 +119,12 @@ class BlockDrafter(CachedDrafter):
         cache = KVCache(len(self.layers), rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
         self.cache = cache.clear(0)
 
+    @override
     def cache_bytes(self, rows: int, slots: int) -> int:
         shape = self.shape
         return cache_bytes(len(self.layers), rows, self._slots(slots), shape.kv_heads, shape.head_dim, self.embedding)
 
+    @override
     def absorb(
         self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
@@ -147,12 +157,16 @@ class BlockDrafter(CachedDrafter):
         return (self.confidences(first, tokens).sigmoid() >= self.cut).cumprod(1).sum(1)
 
     @property
+    @override
     def confident(self) -> bool:  # type: ignore[override]
         return self.confidence is not None
 
     def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
-        """Logits [B,n] that the first n slots are accepted, given their tokens [B,n]. Raises ValueError if there is no
-        confidence head."""
+        """Return logits [B,n] of the acceptance of the first n slots, given their tokens [B,n].
+
+        Raises:
+            ValueError: The drafter has no confidence head.
+        """
         if self.confidence is None:
             raise ValueError("this drafter has no confidence head to cut proposals by")
         before = first.hidden
@@ -167,12 +181,14 @@ class BlockDrafter(CachedDrafter):
         depth, window = (self.depths.expand(b, -1), self.switches.span) if sliding else (None, None)
         return CacheView(cache, rows, seen.expand(b, rows, rows), groups, depth=depth, window=window)
 
+    @override
     def root(self, first: DraftState) -> DraftState:
         if self.conditional is None:
             return first.slot(0, 1)
         self.base = first.logits  # of all slots in one product: the head's weights are most of what drafting reads
         return self._conditioned(self.conditional, first, 0, first.hidden)
 
+    @override
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         if self.conditional is None:
             return first.slot(level, tokens.shape[1])
@@ -184,6 +200,7 @@ class BlockDrafter(CachedDrafter):
         logits, carried = head(self.base[:, level : level + 1], readout, carried, level)
         return DraftState(carried, logits)
 
+    @override
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
         if self.conditional:
             return super().chain(first, steps, children)
@@ -193,8 +210,14 @@ class BlockDrafter(CachedDrafter):
     # Training
 
     def blocks(self, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Blocks:
-        """The blocks after rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later. visible: see
-        `blocks_behind`."""
+        """Return the blocks after rows `anchors` [B,A] of texts.
+
+        Args:
+            feats: Features of the texts, [B,T,F].
+            tokens: Their tokens, one position later, [B,T].
+            anchors: Rows of the anchors, [B,A].
+            visible: See `blocks_behind`.
+        """
         unfreeze(self)
         return blocks_behind(self, feats, tokens, anchors, visible)
 
@@ -216,8 +239,10 @@ class BlockDrafter(CachedDrafter):
 
 
 def default_taps(layers: int, count: int) -> tuple[int, ...]:
-    """Taps spread over the target as published, as indices into hidden_states; as many of its last layers' as there
-    are, if it is too shallow for that."""
+    """Return the published taps, spread over the target's layers, as indices into hidden_states.
+
+    On a target too shallow for that, the taps are its last layers, at most `count`.
+    """
     if 2 <= count <= layers - 3:
         return spread_taps(layers, count)
     return tuple(range(max(1, layers - count + 1), layers + 1))

@@ -7,6 +7,7 @@ import os
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
@@ -37,16 +38,20 @@ class DraftModel(Drafter):
         self.model, self.vocab = model, vocab or DraftVocab(model.vocab)
 
     @property
+    @override
     def capturable(self) -> bool:  # type: ignore[override]
         return self.model.capturable
 
     @property
+    @override
     def chains_only(self) -> bool:  # type: ignore[override]
         return self.model.chains_only
 
+    @override
     def reset(self, rows: int, slots: int) -> None:
         self.cache = self.model.new_cache(rows, slots + 1).clear(0)
 
+    @override
     def cache_bytes(self, rows: int, slots: int) -> int:
         return self.model.cache_bytes(rows, slots + 1)
 
@@ -56,6 +61,7 @@ class DraftModel(Drafter):
         part = self.cache.admit(row, len(first), whole.shape[1])
         return self._absorb(part, whole, n + 1, whole.shape[1], prefill=True)
 
+    @override
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self._absorb(self.cache, tokens, n, max_len + 1)
 
@@ -68,6 +74,7 @@ class DraftModel(Drafter):
         cache.advance(n, max_len)
         return self._state(logits)
 
+    @override
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         depth, start = torch.full_like(tokens, level - 1), (level - 1) * tokens.shape[1]
         logits, _ = self.model(self._known(tokens), self.cache, depth=depth, ancestors=ancestors, offset=start)
@@ -98,8 +105,13 @@ def create(
 
 
 def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -> LanguageModel:
-    """The language model of a checkpoint folder or hub name, on the target's device; ValueError as for `create`. One of
-    transformers that is in memory has no tokenizer to compare, so its vocabulary must be of the target's size."""
+    """Load the language model of a checkpoint folder or hub name on the target's device.
+
+    A transformers model in memory has no tokenizer to compare, so its vocabulary must be as large as the target's.
+
+    Raises:
+        ValueError: As for `create`.
+    """
     if not isinstance(path, str | os.PathLike):
         model, path = load_target(path, allow_nonfinite=allow_nonfinite).to(target.device), type(path).__name__
         if model.vocab == target.vocab:
@@ -125,8 +137,10 @@ def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -
 
 
 def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:
-    """Is this checkpoint an ordinary causal language model? Heads that read a target's features have no embedding of
-    this name."""
+    """Return whether a checkpoint is an ordinary causal language model.
+
+    Heads that read a target's features have no embedding of this name.
+    """
     named = config.get("architectures")
     if named and not (isinstance(named, list) and isinstance(named[0], str)):
         raise ValueError(f"config.json: architectures must be a list of names, got {shown(named)}")

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.drafters.layers import DraftShape, SharedHead, shape_like, start
 from specdec.drafters.recurrent import RecurrentDrafter
@@ -11,9 +12,11 @@ from specdec.model.layers import GatedMLP, Linear, RMSNorm
 
 
 class Eagle(RecurrentDrafter):
-    """The published head. It reads the target's last hidden state, after the final norm, and predicts the next one:
-    `fc` joins [embedding, feature], the layer has no norm before its attention, and the target's own head, without
-    another norm, makes logits of its output, which is fed back as it is."""
+    """Draft with the published EAGLE-1/2 head, which predicts the target's next hidden state, after the final norm.
+
+    `fc` joins [embedding, feature], and the layer has no norm before its attention. The target's own head makes logits
+    of the layer's output without another norm, and the output is fed back as it is.
+    """
 
     def __init__(
         self,
@@ -35,17 +38,22 @@ class Eagle(RecurrentDrafter):
         self.head = SharedHead(head, vocab.ids)
         self.own_embedding = False  # True: the embedding is not the target's, and is saved with the head
 
+    @override
     def fuse(self, feats: Tensor) -> Tensor:
         return feats
 
+    @override
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         x = self.fc(torch.cat([embeds, hidden], dim=-1))
         x, normed = self.attention.add(x, x, self.post_norm, rope, attend)
         return x + self.mlp(normed)
 
     def start_from(self, target) -> None:
-        """Initialise `fc`. It passes the feature through, so the first guess is near the target's last prediction. The
-        embedding is added through a random rotation at half the feature's size: a small one would learn slowly."""
+        """Initialise `fc` so that the feature passes through, and the first guess is near the target's last prediction.
+
+        The embedding is added through a random rotation at half the feature's size, because a small one would learn
+        slowly.
+        """
         h, embedding = self.shape.hidden, self.embedding.float()
         loudness = 0.5 * target.final_scale() / embedding.square().mean().sqrt()
         self.fc.weight[:, :h] = nn.init.orthogonal_(torch.empty(h, h)) * loudness

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.drafters.layers import DraftShape, SharedHead, split_sizes, start
 from specdec.drafters.recurrent import RecurrentDrafter
@@ -36,6 +37,7 @@ class Eagle3Forward:
     qk_norm: bool = False
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings that do not exist or contradict each other."""
         if self.feedback not in ("pre", "post"):
             raise ValueError(f"feedback must be 'pre' or 'post' (the final norm), got {self.feedback!r}")
         if self.tap_norms and self.input_norm:
@@ -45,8 +47,11 @@ class Eagle3Forward:
 
 
 class Eagle3(RecurrentDrafter):
-    """The published head. Features of the taps, concatenated low to high, go through `fc`; the layer attends over
-    [norm(embedding), norm(hidden)]; its output is fed back *before* the final norm, which only the head sees."""
+    """Draft with the published EAGLE-3 head.
+
+    The features of the taps, concatenated from low to high, go through `fc`. The layer attends over [norm(embedding),
+    norm(hidden)]. Its output is fed back *before* the final norm, which only the head reads.
+    """
 
     switches: Eagle3Forward
 
@@ -76,6 +81,7 @@ class Eagle3(RecurrentDrafter):
         self.norm = RMSNorm(h, shape.eps)
         self.head: LinearMap = Linear(h, vocab.size, bias=False)
 
+    @override
     def fuse(self, feats: Tensor) -> Tensor:
         if self.tap_norms is not None:
             streams = feats.chunk(len(self.taps), dim=-1)
@@ -90,6 +96,7 @@ class Eagle3(RecurrentDrafter):
         """The weight of an `fc` that takes features as they are."""
         return self.fc.weight if self.tap_scale is None else self.fc.weight * self.tap_scale
 
+    @override
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         x = self.norms(embeds, hidden)
         residual = x[..., hidden.shape[-1] :] if self.switches.residual_norm else hidden
@@ -97,15 +104,18 @@ class Eagle3(RecurrentDrafter):
         hidden = hidden + self.mlp(normed)
         return self.norm(hidden) if self.switches.feedback == "post" else hidden
 
+    @override
     def readout(self, hidden: Tensor, index: int) -> Tensor:
         normed = self.switches.feedback == "post" or not self.switches.head_norm  # already, or never
         return hidden if normed else self.norm(hidden)
 
     def start_from(self, target) -> None:
-        """Initialise head and `fc`. The head's rows are the target's, and, if the last hidden state is tapped, `fc`
-        passes it through to a head that sees it at its usual scale. With `tap_scale` it passes the deepest tap, after
-        the target's final norm where that is not the last state. The attention looks at its own position: only there is
-        the token just drafted, which no other part of this layer sees."""
+        """Initialise the head with the target's rows, and `fc` to pass the last hidden state through if that is tapped.
+
+        The head then reads that state at its usual scale. With `tap_scale`, `fc` passes the deepest tap, after the
+        target's final norm if the tap is not the last state. The attention starts at its own position, the only place
+        where this layer sees the token just drafted.
+        """
         ids, h, deepest = self.vocab.ids, self.shape.hidden, max(self.taps)
         self.head.weight.copy_(target.head.weight if ids is None else target.head.weight[ids])
         last = deepest == target.config.layers
@@ -119,15 +129,19 @@ class Eagle3(RecurrentDrafter):
 
 @torch.no_grad()
 def scale_of(target, taps: tuple[int, ...]) -> Tensor:
-    """[F], one over the root mean square of each of these hidden states, to the nearest power of two: a weight times it
-    is exact."""
+    """Return one over the root mean square of each of these hidden states, [F].
+
+    It is rounded to a power of two, so that a weight times it is exact.
+    """
     return state_sizes(target, taps).log2().round().neg().exp2().repeat_interleave(target.config.hidden)
 
 
 @torch.no_grad()
 def look_at_itself(attention: Attention, score: float = 10.0) -> None:
-    """Queries equal to keys, both of the embedding, the first half of what they see: a position's score with itself is
-    about `score`, with others, whose embeddings are nearly orthogonal, about 0."""
+    """Set queries equal to keys, both computed from the embedding, the first half of their input.
+
+    A position's score with itself is about `score`, and with others, whose embeddings are nearly orthogonal, about 0.
+    """
     dim, half = attention.head_dim, attention.qkv.in_features // 2
     keys = torch.stack([nn.init.orthogonal_(torch.empty(dim, half)) for _ in range(attention.kv_heads)])
     keys = F.pad(keys * (score / dim**0.5) ** 0.5, (0, half))
@@ -144,8 +158,10 @@ def spread_taps(layers: int, count: int) -> tuple[int, ...]:
 
 
 def default_taps(layers: int) -> tuple[int, int, int]:
-    """The published choice, as indices into hidden_states; on a shallow target, where those coincide or leave the
-    range, a quarter, the middle and the end."""
+    """Return the published taps, as indices into hidden_states.
+
+    On a shallow target, where these coincide or leave the range, they are a quarter, the middle and the end.
+    """
     published = (2, layers // 2, layers - 3)
     if 0 < published[0] < published[1] < published[2]:
         return published

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.contracts import Drafter, DraftState, Features
 from specdec.drafters.vocab import DraftVocab
@@ -33,6 +34,7 @@ class DraftShape:
     context: int = 2048
 
     def __post_init__(self) -> None:
+        """Raise ValueError if the number of heads is not a multiple of the number of key-value heads."""
         check_heads(self.heads, self.kv_heads)
 
 
@@ -67,8 +69,11 @@ def split_sizes(target, settings: Mapping[str, Any], **sizes) -> tuple[DraftShap
 
 
 def start(drafter: Drafter, target: Any, init: str) -> None:
-    """Random weights, on the target's device; `init` 'target' then lets the drafter repeat what the target said one
-    token before (`start_from`), 'random' leaves it at that. Parameters are fp32 whatever the target is."""
+    """Initialise a drafter with random fp32 weights on the target's device.
+
+    With `init` 'target', `start_from` then lets it repeat the target's prediction of one token earlier. 'random' does
+    not.
+    """
     if init not in ("target", "random"):
         raise ValueError(f"init must be 'target' or 'random', got {init!r}")
     drafter.to(target.device)
@@ -86,12 +91,14 @@ class DraftLayer(nn.Module):
     """A pre-norm decoder layer."""
 
     def __init__(self, shape: DraftShape, attention: Attention):
+        """Build the norms and a gated MLP around `attention`."""
         super().__init__()
         self.input_norm = RMSNorm(shape.hidden, shape.eps)
         self.attention = attention
         self.post_norm = RMSNorm(shape.hidden, shape.eps)
         self.mlp = GatedMLP(shape.hidden, shape.intermediate)
 
+    @override
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
         x, normed = self.attention.add(x, self.input_norm(x), self.post_norm, rope, attend)
         return x + self.mlp(normed)
@@ -101,7 +108,7 @@ class SharedHead(LinearMap):
     """Rows of a head that is not the drafter's to train: logits over its draft vocabulary."""
 
     def __init__(self, weight: Tensor, ids: Tensor | None):
-        """weight [V,H]; ids [U] of the rows to keep, or None for all, which are then shared and not copied."""
+        """Keep the rows `ids` [U] of weight [V,H], or, if `ids` is None, share all of them without a copy."""
         super().__init__()
         rows = weight.detach() if ids is None else weight.detach()[ids.to(weight.device)]
         self.register_buffer("weight", rows, persistent=False)
@@ -119,10 +126,11 @@ class SumHead:
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
+        """Return the weights of all heads."""
         return tuple(weight for head in self.heads for weight in head.weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[...,H1+H2+...] -> [...,U]"""
+        """Return the summed logits [...,U] of the parts of x [...,H1+H2+...]."""
         first, *others = self.parts(x)
         return sum(others, first)
 
@@ -148,23 +156,29 @@ class CachedDrafter(Drafter):
     ) -> DraftState:
         """Do what `extend` says, in `cache`, which `prefill` says holds nothing yet."""
 
+    @override
     def heads_in_use(self) -> list[LinearMap]:
         return [self.head]
 
+    @override
     def set_heads(self, heads: list[LinearMap]) -> None:
         (self.head,) = heads
 
+    @override
     def admit(self, row: int, first: Tensor, feats: Features, tokens: Tensor, n: Tensor) -> DraftState:
         part = self.cache.admit(row, len(first), tokens.shape[1])
         return self.absorb(part, feats, tokens, n, tokens.shape[1], prefill=True)
 
+    @override
     def extend(self, feats: Features, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self.absorb(self.cache, feats, tokens, n, max_len)
 
 
 def restrict(drafter: Drafter, ids: Tensor) -> None:
-    """FR-Spec (arXiv 2502.14856): let a drafter with heads propose only these target tokens [U'], in this order.
-    Unknown ones are left out. Verification and emitted tokens do not change."""
+    """Let a drafter with heads propose only the target tokens `ids` [U'], in this order (FR-Spec, arXiv 2502.14856).
+
+    Tokens that it could not propose before are left out. Verification and emitted tokens do not change.
+    """
     old, heads = drafter.vocab, drafter.heads_in_use()
     if not heads:
         raise ValueError(f"{type(drafter).__name__} has no head that a token map could cut")

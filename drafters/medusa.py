@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.contracts import Drafter, DraftState, Features
 from specdec.drafters.layers import SharedHead, start
@@ -27,18 +28,21 @@ class ResidualBlock(nn.Module):
     """x + silu(W x + b)."""
 
     def __init__(self, hidden: int):
+        """Build W [H,H] and b [H]."""
         super().__init__()
         self.linear = Linear(hidden, hidden)
 
+    @override
     def forward(self, x: Tensor) -> Tensor:
         return x + F.silu(self.linear(x))
 
 
 class Medusa(Drafter):
-    """Head l makes logits for tree level l from the target's last hidden state at the root's predecessor, whatever was
-    drafted in between: all nodes of a level propose the same children. It has no cache and no memory.
+    """Draft each tree level with its own head, from the target's last hidden state at the root's predecessor (Medusa).
 
-    The matrix from hidden states to logits is each head's own, as in the first paper, or the target's for all of them.
+    The head does not see what was drafted in between, so all nodes of a level propose the same children. The drafter
+    has no cache. The matrix from hidden states to logits is each head's own, as in the paper's first version, or the
+    target's.
     """
 
     vocab: DraftVocab
@@ -62,11 +66,14 @@ class Medusa(Drafter):
             self.head = SharedHead(head, vocab.ids)
 
     def head_of(self, level: int) -> LinearMap:
+        """Return the map from hidden states to logits of a tree level."""
         return self.heads[level] if self.shape.own_heads else self.head
 
+    @override
     def heads_in_use(self) -> list[LinearMap]:
         return list(self.heads) if self.shape.own_heads else [self.head]
 
+    @override
     def set_heads(self, heads: list[LinearMap]) -> None:
         if self.shape.own_heads:
             self.heads = ModuleList(heads)
@@ -78,15 +85,18 @@ class Medusa(Drafter):
         readout = self.blocks[level](hidden)
         return DraftState(hidden.expand(-1, width, -1), readout.expand(-1, width, -1), self.head_of(level))
 
+    @override
     def extend(self, feats: Features, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         last = (n - 1).clamp_(min=0)
         feats = feats.to(self.head_of(0).weight.dtype)  # the drafter's may be narrower than the target's
         hidden = feats.gather(1, last[:, None, None].expand(-1, 1, feats.shape[-1]))
         return self.guess(hidden, 0)
 
+    @override
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         return self.guess(hidden[:, :1], level, tokens.shape[1])  # the hidden state of all nodes is the root's
 
+    @override
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         if steps > self.shape.heads:
             raise ValueError(f"objective.steps is {steps}, but there are {self.shape.heads} Medusa heads only")

@@ -34,6 +34,7 @@ class MoE(nn.Module):
     """sum_e w_e(x) down_e(silu(gate_e x) * up_e x) over the chosen experts, plus the shared one."""
 
     def __init__(self, hidden: int, experts: Experts):
+        """Build a router, `experts.count` experts and, if configured, the shared expert, for inputs [...,hidden]."""
         super().__init__()
         self.experts = experts
         self.router = Linear(hidden, experts.count, bias=False)
@@ -44,7 +45,7 @@ class MoE(nn.Module):
         self.shared_gate = Linear(hidden, 1, bias=False) if experts.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [...,H] -> [...,H]."""
+        """Return the mixture [...,H] for x [...,H]."""
         rows = x.flatten(0, -2)
         weights, chosen = self.route(rows)
         out = (
@@ -58,7 +59,7 @@ class MoE(nn.Module):
         return out.view_as(x)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """rows [R,H] -> weights [R,C] and experts [R,C] of the C chosen ones."""
+        """Return weights and indices [R,C] of the C chosen experts of each row [R,H]."""
         how = self.experts
         logits = F.linear(rows.float(), self.router.weight.float())
         if self.router_bias is None:  # by softmax

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.drafters.layers import (
     DraftShape,
@@ -43,6 +44,7 @@ class MtpForward:
     rotary_dim: int | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings that do not exist."""
         if self.feedback not in ("pre", "post"):
             raise ValueError(f"feedback must be 'pre' or 'post' (the final norm), got {self.feedback!r}")
         if self.rotary_dim is not None and (self.rotary_dim < 2 or self.rotary_dim % 2):
@@ -53,6 +55,7 @@ class MtpLayer(Freezable):
     """One head: z = project([norm(embedding), norm(hidden)]), a pre-norm decoder layer over z."""
 
     def __init__(self, shape: DraftShape, switches: MtpForward, mlp: nn.Module | None = None):
+        """Build one head. `mlp` replaces the gated MLP of its layer."""
         super().__init__()
         h = shape.hidden
         self.hidden_first = switches.hidden_first
@@ -67,6 +70,7 @@ class MtpLayer(Freezable):
         self.mlp = mlp or GatedMLP(h, shape.intermediate)
         self.norm = RMSNorm(h, shape.eps)
 
+    @override
     def bind(self) -> Callable[..., tuple[Tensor, Tensor]]:
         add_mlp = self.mlp.bind_add(self.norm) if isinstance(self.mlp, GatedMLP) else self._add_mlp
         return self._layer(self.norms.bind(), self.project.bind(), self.input_norm.bind(), add_mlp)
@@ -107,25 +111,39 @@ class Mtp(RecurrentDrafter):
         forward: MtpForward | None = None,
         mlp: Callable[[], nn.Module] | None = None,
     ):
-        """tap: the target's number of layers. embedding, head [V,H]: the target's, shared and frozen. mlp: makes the
-        layer's MLP where it is not the gated one."""
+        """Build MTP heads over the target's last hidden state.
+
+        Args:
+            shape: Sizes of the layers.
+            tap: The target's number of layers.
+            vocab: The draft vocabulary.
+            embedding: The target's embedding [V,H], shared and frozen.
+            head: The target's head [V,H], shared and frozen.
+            heads: Number of MTP heads.
+            forward: Settings of the forward.
+            mlp: Makes the MLP of a layer where it is not the gated one.
+        """
         switches = forward or MtpForward()
         super().__init__(shape, (tap,), vocab, embedding, heads, switches.rotary_dim)
         self.switches = switches
         self.blocks = ModuleList(MtpLayer(shape, switches, mlp() if mlp else None) for _ in range(heads))
         self.head = SharedHead(head, vocab.ids)
 
+    @override
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         embeds = super().embed(tokens, positions)
         return embeds * (positions > 0)[..., None] if self.switches.blank_first else embeds
 
+    @override
     def fuse(self, feats: Tensor) -> Tensor:
         return feats
 
+    @override
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
         before, after = self.blocks[index](embeds, hidden, rope, attend)
         return after if self.switches.feedback == "post" else before
 
+    @override
     def readout(self, hidden: Tensor, index: int) -> Tensor:
         return hidden if self.switches.feedback == "post" else self.blocks[index].norm(hidden)
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
@@ -32,14 +33,16 @@ class Matches(DraftState):
     """The match lengths of positions, hidden [B,W,S]. What they vote for is counted when somebody asks."""
 
     def __init__(self, drafter: "NGram", text: Tensor, lens: Tensor, lengths: Tensor, levels: Tensor | None = None):
-        """text [B,S+1]: the committed tokens, lens [B] of each row."""
+        """Hold the committed tokens `text` [B,S+1], of which each row has `lens` [B], and the match lengths."""
         super().__init__(lengths, lengths, None, levels)
         self.drafter, self.text, self.lens = drafter, text, lens
 
     @cached_property
     def votes(self) -> tuple[Tensor, Tensor]:
-        """What the matches give each draft token, [B,W,U] in fp64, which holds sums of powers of BASE exactly; and what
-        every token has besides, [B,W,1]. Both are relative to the longest match, so no power overflows."""
+        """Return the votes of the matches for each draft token [B,W,U], and the share of every token [B,W,1].
+
+        fp64 holds sums of powers of BASE exactly. Both are relative to the longest match, so no power overflows.
+        """
         lengths, lookup, vocab = self.hidden, self.drafter.mode == "lookup", self.drafter.vocab
         b, w, places = lengths.shape
         place = torch.arange(places, device=lengths.device)
@@ -56,23 +59,28 @@ class Matches(DraftState):
         return vocab.select(votes), even
 
     @property
+    @override
     def logits(self) -> Tensor:
         votes, even = self.votes
         return (votes + even).log().float()
 
+    @override
     def top(self, k: int) -> tuple[Tensor, Tensor]:
         votes, even = self.votes
         best, ids = (x[..., None] for x in largest(votes)) if k == 1 else top(votes, k)
         whole = votes.sum(-1, keepdim=True) + even * votes.shape[-1]
         return ((best + even) / whole).log().float(), ids
 
+    @override
     def first(self, count: int) -> "Matches":
         return Matches(self.drafter, self.text, self.lens, self.hidden[:, :count])
 
+    @override
     def compact(self, index: Tensor) -> "Matches":
         levels = None if self.levels is None else self.levels[index]
         return Matches(self.drafter, self.text[index], self.lens[index], self.hidden[index], levels)
 
+    @override
     def joined(self, other: Any) -> "Matches":
         size = max(self.hidden.shape[-1], other.hidden.shape[-1])
         lengths = torch.cat([F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)])
@@ -81,17 +89,20 @@ class Matches(DraftState):
 
 
 class NGram(Drafter):
-    """A drafter without weights. A match of n tokens weighs BASE^n, at least `min_ngram` and at most `max_ngram`
-    committed ones counted; all tokens together weigh 1, evenly, so that without a match the draft is uniform.
+    """Draft from repetitions in the text, without weights.
 
-    mode 'lookup': a candidate weighs as its best match, and among equally long ones an earlier outweighs a later. The
+    A match of n tokens weighs BASE^n. It has at least `min_ngram` tokens, and at most `max_ngram` are counted. All
+    tokens together weigh 1, evenly, so the draft distribution is uniform without a match.
+
+    In mode 'lookup' a candidate weighs as its best match, and among equally long ones an earlier outweighs a later. The
     chain is prompt lookup decoding (Saxena 2023), with the first occurrence as in transformers and vLLM.
-    mode 'suffix': a candidate weighs as all its matches together: frequencies after every suffix of the text, longer
+
+    In mode 'suffix' a candidate weighs as all its matches together: frequencies after every suffix of the text, longer
     suffixes counting more (after SuffixDecoding, arXiv 2411.04975).
 
-    Without a match it proposes nothing, and after one of n tokens `reach` (n - 1) levels: longer matches are right
-    more often, and for longer (SuffixDecoding's draft grows with the match too). reach None: as many levels as the tree
-    has after any match, as transformers does.
+    Without a match it proposes nothing, and after a match of n tokens `reach` (n - 1) levels, because longer matches
+    are right more often and for longer. With `reach` None it proposes all levels of the tree after any match, as
+    transformers does.
     """
 
     capturable = False  # what it remembers of a position grows with the text
@@ -105,6 +116,7 @@ class NGram(Drafter):
         min_ngram: int = 1,
         reach: int | None = REACH,
     ):
+        """Check the settings, which the class describes; the memory is allocated when the first row is admitted."""
         super().__init__()
         if mode not in MODES:
             raise ValueError(f"the n-gram drafter's mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -115,12 +127,15 @@ class NGram(Drafter):
         self.vocab, self.mode, self.max_ngram, self.min_ngram, self.reach = vocab, mode, max_ngram, min_ngram, reach
         self.memory: Tensor | None = None  # [R,S] committed tokens, made for the first row, whose device is then known
 
+    @override
     def reset(self, rows: int, slots: int) -> None:
         self.memory, self.sizes = None, (rows, slots + 1)
 
+    @override
     def cache_bytes(self, rows: int, slots: int) -> int:
         return 8 * rows * (slots + 1)
 
+    @override
     def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> Matches:
         if self.memory is None:
             self.memory, self.lens = first.new_zeros(self.sizes), first[:0]
@@ -131,12 +146,14 @@ class NGram(Drafter):
         self.history = self.memory[: len(self.lens)]  # of the rows in use
         return self._root(self.memory[row:end], self.lens[row:end], tokens.shape[1])
 
+    @override
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> Matches:
         places = self.lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
         self.history.scatter_(1, places, tokens)
         self.lens = self.lens + n
         return self._root(self.history, self.lens, max_len)
 
+    @override
     def compact(self, survivors: Survivors) -> None:
         if self.memory is None:  # no row was admitted
             return
@@ -145,10 +162,11 @@ class NGram(Drafter):
         self.history, self.lens = self.memory[: survivors.count], self.lens[survivors.index]
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> Matches:
-        """hidden [B,W,S] are the parents' match lengths: the path needs no looking up."""
+        """Extend the parents' match lengths `hidden` [B,W,S] by one token; the path itself need not be looked up."""
         same = self.history[:, None, : hidden.shape[-1]] == tokens[..., None]
         return Matches(self, self.history, self.lens, (F.pad(hidden, (1, -1)) + 1).mul_(same))
 
+    @override
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
         if not isinstance(first, Matches) or children is not LIKELIEST or not on_host(first.hidden):
             return super().chain(first, steps, children)
@@ -160,7 +178,7 @@ class NGram(Drafter):
 
     @staticmethod
     def _ends(lens: Tensor, places: int) -> np.ndarray:
-        """lens [B] for numpy. A row that has ended may be longer than was said, and what comes of it is void."""
+        """Return `lens` [B] as numpy, at most `places` + 1: a finished row may be longer, and its draft is not used."""
         return lens.numpy().clip(max=places + 1)
 
     @cached_property

@@ -55,7 +55,8 @@ class Voting:
     def chain(self, text: Array, lengths: Array, steps: int) -> tuple[list[int], list[float]]:
         """The winner, and the winner after it, `steps` times: draft ids, and log-probabilities of the path so far.
 
-        text [n] has the match lengths [n-1] at the places that a token follows."""
+        text [n] has the match lengths [n-1] at the places that a token follows.
+        """
         ids: list[int] = []
         logq, total = [], 0.0
         for step in range(steps):

@@ -64,8 +64,10 @@ class ParallelDrafter(CachedDrafter):
     def absorb(
         self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
-        """The first n [B] of P positions, followed by the mask rows: one causal forward of P + block - 1 rows. Padding
-        rows come last, and no other row sees them."""
+        """Read the first n [B] of P positions and the mask rows in one causal forward of P + block - 1 rows.
+
+        Padding rows come last, and no other row sees them.
+        """
         b, count = tokens.shape
         more, last = self.block - 1, (n - 1).clamp(min=0)  # n is 0 for rows that are finished
         places = cache.places[: count + more]
@@ -86,7 +88,8 @@ class ParallelDrafter(CachedDrafter):
         """The blocks after rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later.
 
         lengths: how many slots of each of the A columns are wanted, None for all; best in descending order, as pieces
-        of columns are computed as far as the longest needs. The other slots are 0, or what they are."""
+        of columns are computed as far as the longest needs. The other slots are 0, or what they are.
+        """
         return MaskedBlocks(chains_behind(self, feats, tokens, anchors, lengths), self.head)
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:

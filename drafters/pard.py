@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.contracts import DraftState, Features
 from specdec.drafters.dflash import default_taps
@@ -67,9 +68,11 @@ class Pard(ParallelDrafter):
         self.head = model.head if vocab.ids is None else SharedHead(model.head.weight, vocab.ids)
         self.target_proj = Linear(len(taps) * (tap_width or shape.hidden), shape.hidden, bias=False) if taps else None
 
+    @override
     def reset(self, rows: int, slots: int) -> None:
         self.cache = self.model.new_cache(rows, slots + 1 + self.block).clear(0)
 
+    @override
     def cache_bytes(self, rows: int, slots: int) -> int:
         return self.model.cache_bytes(rows, slots + 1 + self.block)
 
@@ -90,9 +93,11 @@ class Pard(ParallelDrafter):
             feats = F.pad(feats * inside, (0, 0, 1, 0))
         return feats, tokens, documents, anchors + 1
 
+    @override
     def real(self, feats: Features, tokens: Tensor) -> Tensor:
         return self._added(self._embedded(tokens), feats)
 
+    @override
     def masked(self, feats: Features, anchors: Tensor) -> Tensor:
         embeds = self._embedded(torch.full_like(anchors, self.switches.mask_token))
         if not self.taps:
@@ -109,6 +114,7 @@ class Pard(ParallelDrafter):
             return embeds
         return embeds + self.switches.scale * self.target_proj(feats.to(embeds.dtype))
 
+    @override
     def run(self, rows: Tensor, positions: Tensor, view: CacheView | NoCache) -> Tensor:
         (rope,), (_, norm, layers, _) = self.model.ropes, self.model.parts
         x, rope = rows.flatten(0, 1), rope(positions)
@@ -117,6 +123,7 @@ class Pard(ParallelDrafter):
             x, normed = block(x, normed, rope, view.layer(index))
         return normed.view_as(rows)
 
+    @override
     def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
         return CacheView(cache, count, None, self.model.groups, prefill=prefill)
 
@@ -126,6 +133,7 @@ class Pard(ParallelDrafter):
         feats = F.pad(feats, (0, 0, 1, 0)) if self.taps else None
         return super().admit(row, first, feats, whole, n + 1)
 
+    @override
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return super().extend(feats, tokens, n, max_len + 1)
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.contracts import Features
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward, choose_taps
@@ -21,8 +22,11 @@ from specdec.model.target import check_taps
 
 
 class PEagle(ParallelDrafter, Eagle3):
-    """The published head. A mask row has the embedding of the mask token, and `mask_hidden` [F] in the place of the
-    target's features, before `fc`. The embedding is the head's own, and learns."""
+    """Draft a block with the published P-EAGLE head.
+
+    A mask row has the embedding of the mask token, and `mask_hidden` [F] in place of the target's features, before
+    `fc`. The embedding is the head's own, and is trained.
+    """
 
     embedding: Tensor
 
@@ -38,7 +42,10 @@ class PEagle(ParallelDrafter, Eagle3):
         forward: Eagle3Forward | None = None,
         tap_width: int | None = None,
     ):
-        """embedding [V,H]: where its own begins. tap_width: hidden size of the target, where the draft's is another."""
+        """Build the head; its own embedding starts as `embedding` [V,H].
+
+        `tap_width` is the hidden size of the target, if it differs from the draft's.
+        """
         super().__init__(shape, taps, vocab, embedding, forward, tap_width)
         if self.switches.feedback == "post" or not self.switches.head_norm:
             raise ValueError("P-EAGLE feeds nothing back and has a norm before its head: leave feedback and head_norm")
@@ -52,27 +59,33 @@ class PEagle(ParallelDrafter, Eagle3):
         self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
         self.tap_width = self.fc.in_features // len(taps)
 
+    @override
     def reset(self, rows: int, slots: int) -> None:
         super().reset(rows, slots + self.block)
 
+    @override
     def cache_bytes(self, rows: int, slots: int) -> int:
         return super().cache_bytes(rows, slots + self.block)
 
     def reserve(self, positions: int) -> None:
+        """Extend the tables of the rotary embedding to `positions`."""
         self.rope.reserve(positions, self.embedding)
 
     def texts(self, feats: Tensor, tokens: Tensor, documents: Tensor, anchors: Tensor) -> tuple[Tensor, ...]:
         """Texts as rows: as they are."""
         return feats, tokens, documents, anchors
 
+    @override
     def real(self, feats: Features, tokens: Tensor) -> Tensor:
         embeds = nn.functional.embedding(tokens, self.embedding)
         return torch.cat([embeds, self.fuse(feats.to(self.embedding.dtype))], -1)
 
+    @override
     def masked(self, feats: Features, anchors: Tensor) -> Tensor:
         row = torch.cat([self.embedding[self.mask_token], self.fuse(self.mask_hidden[None])[0]])
         return row.expand(*anchors.shape, -1)
 
+    @override
     def run(self, rows: Tensor, positions: Tensor, view: CacheView | NoCache) -> Tensor:
         rope, (embeds, hidden) = self.rope(positions), rows.chunk(2, -1)
         hidden = self.layer(embeds, hidden, rope, view.layer(0), 0)
@@ -80,6 +93,7 @@ class PEagle(ParallelDrafter, Eagle3):
             hidden = layer(hidden, rope, view.layer(index))
         return self.norm(hidden)
 
+    @override
     def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
         return CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Children, DraftState, Features
 from specdec.drafters.layers import CachedDrafter, DraftShape
@@ -35,12 +36,13 @@ class Place(NamedTuple):
 
 
 class RecurrentDrafter(CachedDrafter):
-    """A drafter of one layer applied again and again. A subclass says how features enter (`fuse`), what the layer is
-    (`layer`), and has a `head`, which makes logits of what `readout` makes of the layer's output; cache, positions and
-    training unroll live here.
+    """Apply one draft layer again and again.
 
-    `layers` of them may differ: then level l is drafted by layer min(l, layers - 1), every layer absorbs the committed
-    positions as the first does, and sees of the drafted ones those that went through itself.
+    A subclass defines how features enter (`fuse`), the layer (`layer`) and a `head`, which makes logits of what
+    `readout` makes of the layer's output. Cache, positions and the training unroll are defined here.
+
+    There may be several layers, which differ. Layer min(l, layers - 1) then drafts level l. Every layer absorbs the
+    committed positions as the first one does, and of the drafted positions sees those that it drafted itself.
     """
 
     shape: DraftShape
@@ -55,7 +57,7 @@ class RecurrentDrafter(CachedDrafter):
         layers: int = 1,
         rotary_dim: int | None = None,
     ):
-        """embedding [V,H]: the target's, shared and frozen. rotary_dim: see `Attention`."""
+        """Share the target's frozen embedding [V,H]; for `rotary_dim` see `Attention`."""
         super().__init__()
         self.shape, self.taps, self.vocab, self.layers = shape, tuple(taps), vocab, layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
@@ -69,10 +71,10 @@ class RecurrentDrafter(CachedDrafter):
 
     @abstractmethod
     def layer(self, embeds: Tensor, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int) -> Tensor:
-        """One draft position each: embeddings and hidden input [B,n,H] -> hidden output [B,n,H], fed back as it is. In
-        decoding all three are rows, [B*n,H].
+        """Return hidden output [B,n,H], which is fed back as it is, from embeddings and hidden input [B,n,H].
 
-        index: which of the drafter's layers, always 0 for a drafter of one."""
+        In decoding all three are rows, [B*n,H]. `index` is the number of the layer, 0 for a drafter with one layer.
+        """
 
     def readout(self, hidden: Tensor, index: int) -> Tensor:
         """Hidden output of layer `index` -> the head's input, [B,n,H]; the same unless there is a norm between."""
@@ -84,6 +86,7 @@ class RecurrentDrafter(CachedDrafter):
 
     # Decoding
 
+    @override
     def reset(self, rows: int, slots: int) -> None:
         shape = self.shape
         freeze(self)
@@ -91,9 +94,11 @@ class RecurrentDrafter(CachedDrafter):
         cache = KVCache(self.layers, rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
         self.cache = cache.clear(0)
 
+    @override
     def cache_bytes(self, rows: int, slots: int) -> int:
         return cache_bytes(self.layers, rows, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
 
+    @override
     def absorb(
         self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
@@ -113,6 +118,7 @@ class RecurrentDrafter(CachedDrafter):
         cache.advance(n, max_len)
         return DraftState(hidden, self.readout(hidden, 0), self.head)
 
+    @override
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
         self.ahead = self._places(steps - 1) if steps > 1 else []
         try:
@@ -129,6 +135,7 @@ class RecurrentDrafter(CachedDrafter):
         rope = zip(cos, sin, strict=True)
         return [Place(*of) for of in zip(positions.unbind(), slots.unbind(), rope, strict=True)]
 
+    @override
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         b, n = tokens.shape
         index = min(level, self.layers - 1)

@@ -12,11 +12,11 @@ class Rows:
     """Some rows of a batch, as a batch of one long row."""
 
     def __init__(self, chosen: Tensor) -> None:
-        """chosen [B,T]"""
+        """Select the rows that are set in `chosen`, bool [B,T]."""
         self.shape, self.at = chosen.shape, chosen.flatten().nonzero()[:, 0]
 
     def of(self, x: Tensor) -> Tensor:
-        """[B,T,...] -> [1,n,...]"""
+        """Return the selected rows [1,n,...] of x [B,T,...]."""
         return x.flatten(0, 1).index_select(0, self.at)[None]
 
     def spread(self, x: Tensor) -> Tensor:
@@ -26,13 +26,16 @@ class Rows:
 
 
 class UnrolledAttention:
-    """Attention of the unrolled layer: over the keys of the first call that `seen` [B,T,T] shows, and over each later
-    call's own row. `seen` is causal, so keys after a block of queries are not looked at. Later calls may come with
-    `some` of the rows only."""
+    """Attend in the unrolled layer over the keys of the first call, and over each later call's own row.
+
+    `seen` [B,T,T] selects the keys of the first call. It is causal, so keys after a block of queries are skipped. Later
+    calls may have only the rows `some`.
+    """
 
     BLOCK = 128  # queries
 
     def __init__(self, seen: Tensor, some: Rows | None = None) -> None:
+        """Take the mask `seen`, bool [B,T,T], and the rows of later calls; None: all rows."""
         bias = torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf)
         self.some = some
         self.bias = bias[:, None, None]  # added: unlike masked_fill, that costs the backward pass nothing
@@ -40,6 +43,7 @@ class UnrolledAttention:
         self.values: list[Tensor] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output of one call, and keep its keys and values for later calls."""
         if self.some is None or not self.keys:
             return self._call(q, k, v)
         return self.some.of(self._call(*map(self.some.spread, (q, k, v))))
@@ -57,7 +61,7 @@ class UnrolledAttention:
         return torch.cat(out, dim=1).reshape(b, t, heads * dim)
 
     def _attend(self, q: Tensor, rows: slice, own: tuple[Tensor, Tensor] | None) -> Tensor:
-        """q [B,n,K,G,Dh] of these rows, own keys and values [B,n,j,K,Dh] -> [B,n,K,G,Dh]"""
+        """Return the output [B,n,K,G,Dh] of queries q of these rows, with own keys and values [B,n,j,K,Dh]."""
         end = rows.stop
         keys, values = self.keys[0][:, :end], self.values[0][:, :end]
         scores = torch.einsum("bnkgd,bskd->bkgns", q, keys).float() + self.bias[..., rows, :end]

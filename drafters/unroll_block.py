@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
 
 from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import ConditionalHead
@@ -29,7 +30,7 @@ class BlockContext:
     """A text as the context of its blocks: keys and values [B,T,K,Dh] of each layer, and what its blocks see of it."""
 
     def __init__(self, keys: list[tuple[Tensor, Tensor]], documents: Tensor, positions: Tensor):
-        """documents, positions [B,T]"""
+        """Hold keys and values of each layer, and the documents and positions [B,T] of the context."""
         self.keys, self.documents, self.positions = keys, documents, positions
 
     def seen(self, anchors: Tensor, how: BlockForward, sliding: bool) -> Tensor:
@@ -52,7 +53,7 @@ class BlockAttend:
         self.bias = torch.cat([seen, own.expand(*blocks, -1)], -1)[:, None, None]  # over heads
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B,A*rows,heads,Dh], k, v [B,A*rows,K,Dh] -> [B,A*rows,heads*Dh]"""
+        """Return [B,A*rows,heads*Dh] for q [B,A*rows,heads,Dh] and k, v [B,A*rows,K,Dh]."""
         _, _, _, a, rows, _ = self.bias.shape
         shape, kv_heads, (keys, values) = q.shape, k.shape[2], self.context
         q = q.view(len(q), a, rows, kv_heads, -1, shape[-1]) * shape[-1] ** -0.5
@@ -76,8 +77,15 @@ class Blocks:
 
 
 def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Blocks:
-    """The blocks of a `BlockDrafter` after rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position
-    later. visible [B,A]: so many tokens of a block are the text's own, not mask tokens; None: the anchor."""
+    """Return the blocks of a `BlockDrafter` after rows `anchors` [B,A] of texts.
+
+    Args:
+        drafter: The block drafter.
+        feats: Features of the texts, [B,T,F].
+        tokens: Their tokens, one position later, [B,T].
+        anchors: Rows of the anchors, [B,A].
+        visible: How many tokens of each block are the text's own instead of mask tokens, [B,A]; None: only the anchor.
+    """
     slots, conditional = slots_behind(drafter, feats, tokens, anchors, visible), drafter.conditional
     readout, output = slots, drafter.head
     if conditional is None:
@@ -104,8 +112,7 @@ def _along(head: ConditionalHead, slots: Tensor, tokens: Tensor, anchors: Tensor
 
 
 def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Tensor:
-    """The backbone's hidden states of the drafting slots of the blocks after rows anchors of texts, [B,A,W,H]. The
-    rest is as for `blocks_behind`."""
+    """Return the backbone's hidden states [B,A,W,H] of the drafting slots. For the arguments see `blocks_behind`."""
     documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
     positions = document_positions(documents)
     drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.embedding)
@@ -138,10 +145,11 @@ class TextView(NoCache):
     """Causal attention over the rows of texts, which stores their keys and values for the chains that follow."""
 
     def __init__(self, documents: Tensor):
-        """documents [B,T]"""
+        """Let each row see the earlier rows of its document, `documents` [B,T]."""
         super().__init__(mask=document_mask(documents))
         self.text_keys: list[tuple[Tensor, Tensor]] = []  # of each layer
 
+    @override
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.text_keys.append((k, v))
         return super().attend(layer, q, k, v)
@@ -151,19 +159,22 @@ class ChainView:
     """Attention of chains [B,A] of `length` mask rows each over the rows of a `TextView`, and over themselves."""
 
     def __init__(self, text_keys: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
-        """seen [B,A,T]: which rows of its text each chain sees."""
+        """Take which rows of its text each chain sees, `seen` bool [B,A,T]."""
         own = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
         self.attends = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in text_keys]
 
     def layer(self, index: int) -> BlockAttend:
+        """Return the attention of the chains in layer `index`."""
         return self.attends[index]
 
 
 def chains_behind(
     drafter, feats: Tensor | None, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None
 ) -> Tensor:
-    """What the head reads of the slots of the blocks after rows anchors [B,A], [B,A,W,H]: slot 0 is the row itself,
-    the others its chain. See `ParallelDrafter.blocks`."""
+    """Return the head's input [B,A,W,H] at the slots of the blocks after rows `anchors` [B,A].
+
+    Slot 0 is the row itself, the others its chain. See `ParallelDrafter.blocks`.
+    """
     unfreeze(drafter)
     documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
     feats, tokens, documents, anchors = drafter.texts(feats, tokens, documents, anchors)
@@ -190,7 +201,7 @@ def chains_behind(
 def _chain_piece(
     drafter, text_keys: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
 ) -> Tensor:
-    """masked [B,A,E], anchors [B,A] -> [B,A,length,H]"""
+    """Return the output [B,A,length,H] of chains of mask rows `masked` [B,A,E] after `anchors` [B,A]."""
     here, rows = anchors.clamp(min=0), torch.arange(documents.shape[1], device=anchors.device)
     same = documents.gather(1, here)[..., None] == documents[:, None]
     seen = same & (rows <= anchors[..., None])

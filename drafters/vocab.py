@@ -12,6 +12,7 @@ class DraftVocab(nn.Module):
     ids: Tensor | None
 
     def __init__(self, target_size: int, ids: Tensor | None = None):
+        """Take distinct target ids [U] in draft order; None: all `target_size` tokens."""
         super().__init__()
         if ids is not None:
             if ids.ndim != 1 or len(ids) == 0 or ids.min() < 0 or ids.max() >= target_size:

@@ -22,7 +22,8 @@ BASES = {"drafter": Drafter, "objective": Objective, "verifier": Rule}  # what o
 
 def instantiate(settings, group: str = "", **extra):
     """Hydra's `instantiate`, which also takes the user's own code. Whatever the called function raises becomes a
-    ValueError. group: the group of conf/ that the settings are of, if own code can stand there."""
+    ValueError. group: the group of conf/ that the settings are of, if own code can stand there.
+    """
     named = settings.get("_target_")
     if group in BASES and (own.is_own(named) or "." not in named):
         given = OmegaConf.to_container(settings, resolve=True) if isinstance(settings, DictConfig) else dict(settings)

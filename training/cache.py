@@ -68,7 +68,8 @@ class FeatureCacheWriter:
         """Writes cache.json, or checks that the one there says the same. Raises ValueError if it does not, or if the
         folder cannot be written.
 
-        states: where the features are from, if the target does not compute them here."""
+        states: where the features are from, if the target does not compute them here.
+        """
         if form.keep is None and not isinstance(target, Target):
             raise ValueError(
                 f"keep=all needs the head of our own decoder, and {target.name} has none: give keep=NUMBER"

@@ -32,7 +32,8 @@ def plan(trainer: Trainer) -> tuple[list[int], dict]:
     """Count the batches of the whole run, of all its processes together, without making them. Tokens include padding,
     as in the log.
 
-    Returns the batch with most padded tokens, as sample indices, and the counts by their names in the report."""
+    Returns the batch with most padded tokens, as sample indices, and the counts by their names in the report.
+    """
     data, config = trainer.data, trainer.config
     a_step = config.accumulate * trainer.processes.world
     batches, epoch, sizes = config.length * a_step, len(data.epoch(0)), [0]

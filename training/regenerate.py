@@ -50,7 +50,8 @@ def prompts_of(
     target: LanguageModel, records: Iterable[Record], tally: Tally, turns: str = "first", day: str | None = None
 ) -> Iterator[Prompt]:
     """Yield the messages before the assistant's first answer in each record, if they take at most half of the context.
-    turns: 'all' includes the messages before each later answer."""
+    turns: 'all' includes the messages before each later answer.
+    """
     longest = target.config.context // 2
     for where, messages in read_messages(records, target.tokenizer, tally):
         asked: list[list[Message]] = [[]]
@@ -74,7 +75,8 @@ def prompts_of(
 
 def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]]:
     """Number the prompts, and make batches of similar lengths, in random order: any part of the output is a fair sample
-    of all. Raises ValueError if there is no prompt."""
+    of all. Raises ValueError if there is no prompt.
+    """
     if not prompts:
         raise ValueError("there is no prompt to answer")
     numbered = [replace(prompt, number=number) for number, prompt in enumerate(prompts)]
@@ -155,7 +157,8 @@ def regenerate_remotely(
 
     Prompt number i is asked for with a seed that follows from (seed, i), so an answer does not depend on where a run
     was interrupted, if the server's texts do not depend on its other requests. A server of another model or version
-    does not continue the file."""
+    does not continue the file.
+    """
     batches = plan(prompts, 1, seed)
     settings = {"server_model": server.model, "server_version": server.version, "max_new_tokens": max_new_tokens}
     settings |= asdict(sampling) | {"seed": seed}
@@ -187,7 +190,8 @@ def _write(
     only: int | None = None,
 ) -> list[Path]:
     """Write the answers to the prompts of `batches`. answers: called with the number of the first missing answer
-    and one past the last; yields the rows between."""
+    and one past the last; yields the rows between.
+    """
     count, settings = sum(map(len, batches)), settings | {"prompts_digest": digest(batches)}
     settings |= {"day": day} if day else {}
     tally = Tally()
@@ -212,7 +216,8 @@ def run(args: argparse.Namespace) -> None:
 
 def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, int] | None = None) -> None:
     """Read the prompts, and answer them into --out, which is locked meanwhile. part: (2, 4) is the third of
-    4 jobs, which take the files in turn; without --shard-size there is a file for each."""
+    4 jobs, which take the files in turn; without --shard-size there is a file for each.
+    """
     server = Remote(args.server, args.served_model_name) if args.server is not None else None
     target: Any = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
     tally, record = Tally(args.bad), record_of(args.out)

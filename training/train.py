@@ -85,7 +85,8 @@ def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
 
 def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPolicy) -> TrainerConfig:
     """Return the settings of a run without the target's layers, which decodes nothing. Raises ValueError for settings
-    that need the layers."""
+    that need the layers.
+    """
     if not config.data.cache:
         raise ValueError(
             "whole_target=false leaves the target's layers out: give data.cache, the folder of specdec train cache"

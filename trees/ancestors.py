@@ -5,9 +5,9 @@ from torch import Tensor
 
 
 def ancestors_of(parents: Tensor, depth: int) -> Tensor:
-    """parents [B,N] (root its own parent), no node deeper than `depth` -> ancestors [B,N,N] bool, self included.
+    """Return the ancestors bool [B,N,N] of each node, itself included, from parents [B,N]; the root is its own parent.
 
-    Pointer doubling: after k squarings every path of up to 2^k edges is closed.
+    No node may be deeper than `depth`. Pointer doubling: after k squarings every path of up to 2^k edges is closed.
     """
     n = parents.shape[1]
     reach = torch.eye(n, device=parents.device).expand(len(parents), n, n).scatter(2, parents[..., None], 1.0)

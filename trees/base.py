@@ -27,8 +27,11 @@ class Size:
 
 @dataclass(frozen=True)
 class Tree(Size):
-    """A tree in SGLang's words. `steps` levels are drafted, a node has at most `topk` children, and the target verifies
-    `num_draft_tokens` nodes, the root counted."""
+    """Hold the shape of a draft tree, in SGLang's terms.
+
+    `steps` levels are drafted, a node has at most `topk` children, and the target verifies `num_draft_tokens` nodes,
+    including the root.
+    """
 
     samples = False
     marginals = False
@@ -39,14 +42,17 @@ class Tree(Size):
     def parse(cls, text: str) -> Self | None:
         """Return the tree that has this `text`; None if the text is of another kind of tree.
 
-        Raises ValueError, one sentence, for a tree that cannot be."""
+        Raises ValueError, one sentence, for a tree that cannot be.
+        """
         raise NotImplementedError
 
     @property
     def text(self) -> str:
+        """Return the text that `parse` reads this tree from."""
         return shape_of(self)
 
     def __str__(self) -> str:
+        """Return the name or file that the tree was read from, or its text."""
         return self.source or self.text
 
     def entries(self) -> dict:
@@ -54,21 +60,26 @@ class Tree(Size):
         return {word: getattr(self, word) for word in WORDS} if str(self) == shape_of(self) else {"tree": str(self)}
 
     def shallower(self, steps: int) -> "Tree":
+        """Return the tree of the first `steps` levels, or the tree itself if its selection depends on later levels."""
         return self  # which nodes of a level are selected depends on the levels after it
 
     def smaller(self, steps: int) -> "Tree":
+        """Return the tree of this kind with `steps` levels, which may keep other nodes than this one."""
         raise NotImplementedError
 
     def draft_slots(self) -> int:
+        """Return the number of cache slots that drafting this tree takes beyond the committed positions."""
         raise NotImplementedError
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
+        """Draft the tree below the roots [B] with a drafter in this state."""
         raise NotImplementedError
 
     def replay(self, recording: Recording) -> Accepted:
         """Return what this tree would have accepted at every root of a recording.
 
-        Raises ValueError, one sentence, for what was not recorded."""
+        Raises ValueError, one sentence, for what was not recorded.
+        """
         raise ValueError(f"{type(self).__name__} cannot be replayed: take DynamicTree, StaticTree, BlockTree or Chain")
 
 

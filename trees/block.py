@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
@@ -27,14 +28,17 @@ class _Paths(Tree):
 
 @dataclass(frozen=True)
 class BlockTree(_Paths):
-    """The `num_draft_tokens` - 1 paths of up to `steps` tokens with the highest probability, and the root, where a path
-    has the product of its tokens' probabilities in their slots (DDTree, arXiv 2604.12989, which has no bound `topk` of
-    a node's children). Of equal paths of one length the one with the lower ranks comes first. A block of fewer slots
-    than `steps` bounds the paths too. Written block 8/7/32.
+    """Select the most probable paths through a block whose slots are drafted at once (DDTree, arXiv 2604.12989).
 
-    DDTree takes the nodes from a heap, one after the other. Here all of a level are found at once: of a level only its
-    n best paths can be in the tree of n nodes, they continue the n best of the level above, and (i+1)(r+1) paths are at
-    least as likely as that of the prefix of place i and the token of rank r. So n log n of them are looked at.
+    The tree has the root and the `num_draft_tokens` - 1 paths of up to `steps` tokens with the highest probability. A
+    path has the product of its tokens' probabilities in their slots. DDTree has no bound `topk` on a node's children.
+    Of equal paths of one length the one with the lower ranks comes first. A block with fewer slots than `steps` bounds
+    the paths too. Its text is block 8/7/32.
+
+    DDTree takes the nodes from a heap, one after the other. Here all nodes of a level are found at once. In a tree of n
+    nodes, a level holds only its n best paths, which continue the n best paths of the level above. At least (i+1)(r+1)
+    paths are as probable as the prefix of place i followed by the token of rank r, so about n log n of them are
+    examined.
     """
 
     topk: int = 8
@@ -44,6 +48,7 @@ class BlockTree(_Paths):
     marginals = True
 
     def __post_init__(self) -> None:
+        """Check the sizes and compute the candidate pairs of each level."""
         shape = self.topk, self.steps
         check_shape(*shape)
         check_nodes(*shape, self.num_draft_tokens, most_nodes(*shape, self.num_draft_tokens))
@@ -52,11 +57,13 @@ class BlockTree(_Paths):
         vars(self).update(pairs=pairs, sizes=sizes, starts=[sum(sizes[:level]) for level in range(len(sizes))])
 
     @classmethod
+    @override
     def parse(cls, text: str) -> "BlockTree | None":
         shape = shape_in(text, "block ")
         return None if shape is None else cls(*shape)
 
     @property
+    @override
     def text(self) -> str:
         return f"block {shape_of(self)}"
 
@@ -66,12 +73,15 @@ class BlockTree(_Paths):
             return self
         return BlockTree(self.topk, slots, min(self.num_draft_tokens, most_nodes(self.topk, slots, MANY)))
 
+    @override
     def smaller(self, steps: int) -> "BlockTree":
         return BlockTree(self.topk, steps, most_nodes(self.topk, steps, self.num_draft_tokens))
 
+    @override
     def draft_slots(self) -> int:
         return 0  # no node is given to the drafter
 
+    @override
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
         gains, ids = children.best(state.first(self.steps), drafter.vocab, slice(0, self.steps), self.topk)
@@ -79,8 +89,12 @@ class BlockTree(_Paths):
         return select(root, pool, self.num_draft_tokens, self.steps)
 
     def best_paths(self, gains: Tensor, tokens: Tensor) -> Pool:
-        """Of each level the paths that can be in the tree, best first. gains and tokens [B,D,topk]: log-probabilities,
-        best first, and target ids of the children on each level."""
+        """Return for each level the paths that can be in the tree, best first.
+
+        Args:
+            gains: Log-probabilities of the children of each level, best first, [B,D,topk].
+            tokens: Target ids of these children, [B,D,topk].
+        """
         scores, order = gains.new_zeros(len(gains), 1), tokens.new_zeros(len(gains), 1)
         levels = []
         for level, size in enumerate(self.sizes):
@@ -118,8 +132,7 @@ class BlockTree(_Paths):
 
 
 def most_nodes(topk: int, steps: int, enough: float = math.inf) -> int:
-    """Nodes of the whole tree of `steps` levels below the root, with `topk` children of each, or, if they are more than
-    that, `enough`."""
+    """Return the number of nodes of the whole tree of `topk` children and `steps` levels, at most `enough`."""
     total = width = 1
     for _ in range(steps):
         width *= topk
@@ -130,8 +143,11 @@ def most_nodes(topk: int, steps: int, enough: float = math.inf) -> int:
 
 
 def candidate_pairs(topk: int, steps: int, nodes: int) -> list[Tensor]:
-    """For each level pairs [C,2] of the place of a prefix among the best of the level above, and the rank of the next
-    token: those that can be in a tree of so many nodes below the root. Their own ancestors are in it too."""
+    """Return for each level the candidates of a tree with `nodes` nodes below the root.
+
+    A candidate is a pair of the place of a prefix among the best of the level above and the rank of the next token:
+    [C,2] for each level. The ancestors of a candidate are candidates too.
+    """
     pairs, prefixes = [], 1
     for level in range(steps):
         room = nodes - level

@@ -5,6 +5,7 @@ MOST_CANDIDATES = 1 << 20  # nodes that a dynamic tree chooses from
 
 
 def check_shape(topk: int, steps: int) -> None:
+    """Raise ValueError if `topk` or `steps` is less than 1."""
     if topk < 1 or steps < 1:
         raise ValueError(f"topk and steps must be at least 1, got topk {topk} and steps {steps}")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
@@ -30,8 +31,11 @@ else:
 
 
 class Pool(NamedTuple):
-    """All that was drafted, in breadth-first order: M = W + (D-1) W^2 candidates, the children of a node together, best
-    first. What fewer steps would have drafted is the first part of it: no level depends on how many follow."""
+    """Hold all drafted candidates in breadth-first order, the children of a node together, best first.
+
+    There are M = W + (D-1) W^2 candidates. The first part is what fewer steps would have drafted: no level depends on
+    the number of levels after it.
+    """
 
     tokens: Tensor  # [B,M] target vocabulary ids
     scores: Tensor  # [B,M] log-probability of the path under the drafter
@@ -60,6 +64,7 @@ class DynamicTree(_Beginning):
     num_draft_tokens: NodeCount = None  # a number from here on
 
     def __post_init__(self) -> None:
+        """Check the sizes, and choose `num_draft_tokens` if it is None."""
         check_shape(self.topk, self.steps)
         candidates = self.candidates(self.topk, self.steps)
         if self.num_draft_tokens is None:
@@ -73,6 +78,7 @@ class DynamicTree(_Beginning):
         )
 
     @classmethod
+    @override
     def parse(cls, text: str) -> "DynamicTree | None":
         shape = shape_in(text)
         return None if shape is None or shape[0] == 1 else cls(*shape)
@@ -82,12 +88,15 @@ class DynamicTree(_Beginning):
         """Nodes that are drafted, the root not counted: topk on the first level, topk squared on each further one."""
         return topk + (steps - 1) * topk * topk
 
+    @override
     def smaller(self, steps: int) -> "DynamicTree":
         return DynamicTree(self.topk, steps, min(self.num_draft_tokens, self.candidates(self.topk, steps) + 1))
 
+    @override
     def draft_slots(self) -> int:
         return self.topk * (self.steps - 1)
 
+    @override
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         return self.select(root, self.expand(drafter, state, children))
 
@@ -130,8 +139,11 @@ class DynamicTree(_Beginning):
         return Accepted(best_nodes.sum(1) * drafts, torch.where(drafts, self.num_draft_tokens, 1), self.steps * drafts)
 
     def ranks_along(self, pool: Pool, following: Tensor) -> Tensor:
-        """Return the ranks by path score among all of the first 1, 2, ... levels of the nodes that a text runs through,
-        by depth, [B,D,D]; NOWHERE where there is none. following [B,D]: the text."""
+        """Return the ranks by path score of the nodes along the texts `following` [B,D].
+
+        Element [b,l,d] of the result [B,D,D] is the rank of the text's node at depth d + 1 among all nodes of the first
+        l + 1 levels, or NOWHERE if there is no such node.
+        """
         ends = [self.candidates(self.topk, depth) for depth in range(1, self.steps + 1)]
         hit, found = follow(pool, [slice(*level) for level in pairwise([0, *ends])], following), []
         for count in ends:
@@ -171,7 +183,8 @@ def next_level(
     Of the nodes: path scores [B,W], places as parents are named in `Pool` [B,W], and which of C positions each sees,
     ancestors [B,W,C]. Of their children: log-probabilities gains [B,W,W] and tokens [B,W,W]. start: the first child's
     place. itself: ones on the diagonal [W,W]. Returns of all children scores and parents [B,W*W], and of the best ones,
-    best first, scores, tokens, which of the nodes each is a child of, places [B,W], and ancestors [B,W,C+W]."""
+    best first, scores, tokens, which of the nodes each is a child of, places [B,W], and ancestors [B,W,C+W].
+    """
     every = (scores[..., None] + gains).flatten(1)
     parents = places[..., None].expand_as(gains).flatten(1)
     if count == 0:
@@ -186,8 +199,19 @@ def next_level(
 def best_tree(
     root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, steps: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """root [B] and the parts of a `Pool` [B,M], no deeper than `steps` -> tokens, parents and depth [B,N], ancestors
-    [B,N,N] and scores [B,N] of the tree of the root and the N - 1 best candidates."""
+    """Select the root and the N - 1 best candidates.
+
+    Args:
+        root: Root tokens [B].
+        tokens: Like `scores` and `parents`, a part of a `Pool`, [B,M].
+        scores: Path scores [B,M].
+        parents: Parents [B,M].
+        nodes: The number of nodes N.
+        steps: No candidate is deeper than this.
+
+    Returns:
+        Tokens, parents and depth [B,N], ancestors [B,N,N] and scores [B,N] of the tree.
+    """
     best_nodes = best_first(scores)[:, : nodes - 1].sort(dim=1).values  # breadth first again
     places = F.pad(best_nodes + 1, (1, 0))  # as parents name them, the root among them: ascending, for searchsorted
     tree_parents = F.pad(torch.searchsorted(places, parents.gather(1, best_nodes)), (1, 0))
@@ -209,7 +233,8 @@ def follow(pool: Pool, levels: Sequence[slice], following: Tensor, best_nodes: T
     """Return where a text runs through a pool: the place at each depth of the child that is its token, [B,D], or -1.
 
     levels: of the pool, one for each depth. following [B,>=D]: the text's tokens after each root. best_nodes [B,M]: the
-    candidates that count; None: all."""
+    candidates that count; None: all.
+    """
     node = following.new_zeros(len(following))  # counted as `parents` counts: 0 is the root
     found = []
     for depth, level in enumerate(levels):

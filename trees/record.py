@@ -38,8 +38,10 @@ def answers_to(
     seed: int = 0,
     eos: frozenset[int] | None = None,
 ) -> list[Text]:
-    """Let the target answer prompts plainly: token ids, or texts as `specdec.generate` takes them. Answer number i has
-    the seed (seed, i)."""
+    """Let the target answer prompts without speculation: token ids, or texts as `specdec.generate` takes them.
+
+    Answer number i has the seed (seed, i).
+    """
     ids = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     texts = [Text(prompt, [], (seed, number)) for number, prompt in enumerate(ids)]
     answers = _continue(target, texts, max_new_tokens, sampling, target.eos if eos is None else eos)
@@ -65,13 +67,19 @@ def record(
     tokens the best tokens of each slot, as many as the largest of `topks`.
 
     Args:
-        sampling: The settings of the texts' draws.
-        children: Which children above temperature 0, coupled or likeliest; coupled ones depend on the seeds of the
-            texts' draws.
-        batch: Pieces of texts that run at once.
+        target: The target that wrote the texts.
+        drafter: A drafter for this target.
+        texts: The target's answers, see `answers_to`.
+        steps: The number of levels to draft.
+        topks: Numbers of children per node for which dynamic trees are to be replayed.
+        sampling: The sampling settings of the texts.
+        children: Which children to draft above temperature 0, 'coupled' or 'likeliest'; coupled ones depend on the
+            seeds
+            of the texts.
+        batch: Number of pieces of text that run at once.
 
     Raises:
-        ValueError: For what does not fit.
+        ValueError: The settings do not fit the drafter or the texts.
     """
     sampling = sampling or Sampling()
     _check(target, drafter, texts, topks, steps)
@@ -173,7 +181,8 @@ class _Drafting:
     def _draft(self, pieces: Sequence[_Piece]) -> None:
         """Draft at all roots of the pieces: a row for each piece, one root after the other.
 
-        The drafter absorbs the text as in decoding with one token per round."""
+        The drafter absorbs the text as in decoding with one token per round.
+        """
         texts = [self.texts[piece.text] for piece in pieces]
         rows = [text.prompt + text.tokens + text.beyond for text in texts]
         longest = max(len(text.prompt) + len(text.tokens) for text in texts) + self.steps
@@ -238,8 +247,10 @@ class _Drafting:
 def _states_along(
     drafter: Drafter, texts: Tensor, feats: Tensor | None, start: Tensor, count: Tensor
 ) -> Iterator[tuple[Tensor, DraftState]]:
-    """The roots [B] and the drafter's state at them: `count` [B] roots of each of the texts [B,T], from `start` [B] on.
-    The state after a text's last root is void."""
+    """Yield the roots [B] and the drafter's state at them, along texts [B,T].
+
+    There are `count` [B] roots in each text, from `start` [B] on. The state after a text's last root is void.
+    """
     first = int(start.max())
     state = drafter.admit(0, texts[:, 0], None if feats is None else feats[:, :first], texts[:, 1 : first + 1], start)
     for n in range(int(count.max())):

@@ -74,7 +74,8 @@ def make_tree(
 def tree_of_settings(settings: Mapping[str, Any]) -> Tree:
     """Return the tree of a command's settings: `draft_tree`, or else topk, steps and num_draft_tokens.
 
-    A chain has steps + 1 nodes, whatever num_draft_tokens says, as that may be the default."""
+    A chain has steps + 1 nodes, whatever num_draft_tokens says, as that may be the default.
+    """
     if settings["draft_tree"] is not None:
         return parse_tree(settings["draft_tree"])
     topk, steps, nodes = (settings[name] for name in WORDS)
@@ -82,8 +83,9 @@ def tree_of_settings(settings: Mapping[str, Any]) -> Tree:
 
 
 def parse_tree(text: str | os.PathLike) -> Tree:
-    """Return the tree of a text: "4/5/16", "paths 0 1 0.0", a name of conf/tree/, your own FILE.py:NAME, or a file with
-    `paths`.
+    """Return the tree of a text.
+
+    A text is "4/5/16", "paths 0 1 0.0", a name of conf/tree/, your own FILE.py:NAME, or a file with `paths`.
 
     Raises:
         ValueError: The text has none of these forms.
@@ -111,9 +113,19 @@ def _read_from(source: str, tree: Tree) -> Tree:
 def grid(
     topk: int | Iterable[int], steps: int | Iterable[int], num_draft_tokens: int | Iterable[int], block: bool = False
 ) -> list[str]:
-    """Return the texts of every combination, in order and once, with those that cannot be built. A chain (topk 1) has
-    steps + 1 nodes, for any num_draft_tokens. block: other trees are those over a block. Raises ValueError for
-    what is no positive whole number."""
+    """Return the texts of all combinations, in order and without duplicates, including trees that cannot be built.
+
+    A chain (topk 1) has steps + 1 nodes, for any num_draft_tokens.
+
+    Args:
+        topk: Numbers of children per node.
+        steps: Numbers of levels.
+        num_draft_tokens: Numbers of nodes, including the root.
+        block: Make block trees of all combinations but chains.
+
+    Raises:
+        ValueError: A number is not a positive whole number.
+    """
     axes = [_numbers(name, axis) for name, axis in zip(WORDS, (topk, steps, num_draft_tokens), strict=True)]
     kind = "block " if block else ""
     texts = (f"1/{d}/{d + 1}" if k == 1 else f"{kind}{k}/{d}/{n}" for k, d, n in itertools.product(*axes))
@@ -137,8 +149,11 @@ class TreeSettings:
         return self.tree == AUTO or self == TreeSettings(children=self.children)
 
     def make(self) -> Tree:
-        """Return the tree that was asked for; where it is to be chosen, the default. Raises ValueError, one sentence,
-        for settings that contradict each other, and for no tree."""
+        """Return the tree that these settings name, or the default if it is to be chosen later.
+
+        Raises:
+            ValueError: The settings contradict each other, or name no tree.
+        """
         if self.automatic:
             return DynamicTree()
         return make_tree(self.topk, self.steps, self.num_draft_tokens, self.sample_draft, self.tree)
@@ -153,7 +168,8 @@ def describe(tree: TreePolicy) -> str:
 def load_tree(file: str | os.PathLike) -> StaticTree:
     """The static tree of a YAML or JSON file with a list `paths`, such as specdec/lab/replay/optimal_tree.py writes.
 
-    Raises ValueError, one sentence, for anything else."""
+    Raises ValueError, one sentence, for anything else.
+    """
     content = registry.read_yaml(file, "tree")
     paths = content.pop("paths", None) if isinstance(content, dict) else None
     if not isinstance(paths, list):

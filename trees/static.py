@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState, Vocabulary
@@ -65,12 +66,15 @@ class FixedTree(Tree):
             width=len(levels[0].inner),
         )
 
+    @override
     def smaller(self, steps: int) -> Tree:
         return self.shallower(steps)
 
+    @override
     def draft_slots(self) -> int:
         return self.width * (self.steps - 1)
 
+    @override
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         self._move(root.device)
         b, vocab = len(root), drafter.vocab
@@ -107,7 +111,7 @@ class FixedTree(Tree):
         return Accepted(accepted.minimum(levels), nodes, levels)
 
     def _over_target(self, probs: Tensor, vocab: Vocabulary) -> Tensor:
-        """probs [B,n,U] of the first n nodes over the draft vocabulary -> [B,N,V] of all over the target's."""
+        """Map probabilities [B,n,U] of the first n nodes over the draft vocabulary to [B,N,V] over the target's."""
         q = probs.new_zeros(len(probs), self.num_draft_tokens, vocab.target_size)
         places = vocab.to_target(torch.arange(vocab.size, device=probs.device))
         q[:, : probs.shape[1]].index_copy_(2, places, probs)
@@ -128,9 +132,10 @@ class FixedTree(Tree):
 
 @dataclass(frozen=True)
 class StaticTree(FixedTree):
-    """The nodes named by `paths` in Medusa's form (arXiv 2401.10774): [0, 2] is the third most likely child of the most
-    likely child of the root, which is not listed. Every path without its last rank must be listed too. Written
-    paths 0 1 0.2.
+    """Draft the nodes named by `paths`, in Medusa's form (arXiv 2401.10774).
+
+    [0, 2] is the third most likely child of the most likely child of the root, which is not listed. Every path without
+    its last rank must be listed too. The text is paths 0 1 0.2.
     """
 
     paths: Sequence[Sequence[int]]
@@ -138,20 +143,24 @@ class StaticTree(FixedTree):
     fixed = True
 
     def __post_init__(self) -> None:
+        """Check that every listed path has its parent, and compute the shape."""
         found = _checked(self.paths)
         topk, steps = 1 + max(path[-1] for path in found), max(map(len, found))
         check_size(topk, steps, len(found) + 1)
         self._shape(found, [topk] * steps)
 
     @classmethod
+    @override
     def parse(cls, text: str) -> "StaticTree | None":
         found = re.fullmatch(r"paths( \d+(\.\d+)*)+", text)
         return found and cls([[int(rank) for rank in path.split(".")] for path in text.split(" ")[1:]])
 
     @property
+    @override
     def text(self) -> str:
         return "paths " + " ".join(".".join(map(str, path)) for path in self.paths)
 
+    @override
     def shallower(self, steps: int) -> "StaticTree":
         return StaticTree([path for path in self.paths if len(path) <= steps])
 
@@ -204,8 +213,10 @@ def _levels(paths: list[RankPath], counts: Sequence[int]) -> list[Level]:
 
 
 def _ancestors(expanded: list[list[RankPath]]) -> Tensor:
-    """Expanded paths of levels 1..l -> [1, W, l*W]: each node of level l descends from one of every level, and is its
-    own ancestor even if it repeats another node."""
+    """Return the ancestors [1,W,l*W] of the nodes of level l among the expanded nodes of levels 1 to l.
+
+    Each node of level l descends from one node of every level, and is its own ancestor even if it repeats another node.
+    """
     *above, here = expanded
     places = [[level.index(path[: depth + 1]) for depth, level in enumerate(above)] for path in here]
     own = torch.arange(len(here))

@@ -32,7 +32,8 @@ class TargetFacts:
     """What a layout states about the target that a drafter belongs to, and what it copies from it.
 
     part(name) returns a tensor of the target: 'embedding' [V,H], 'head' [V,H] or 'final_norm' [H], what the final norm
-    multiplies by. It raises ValueError for one that is not there."""
+    multiplies by. It raises ValueError for one that is not there.
+    """
 
     name: str
     architectures: tuple[str, ...]
@@ -57,7 +58,8 @@ class Meaning:
     """What a checkpoint means, whatever its spelling. Each family has a frozen dataclass of it.
 
     Conversions ask every family for the attributes below. A family in which one of them varies declares a field or a
-    property of that name."""
+    property of that name.
+    """
 
     own_head: bool = True  # False: the file holds no head, and the drafter takes the target's rows
     own_embedding: bool = False  # True: the drafter has an embedding of its own, False: the target's
@@ -114,7 +116,8 @@ class Family:
 
     A family is a subclass, of which `FAMILIES` has one instance. It defines how a drafter is made (`make`), where its
     tensors go (`parameters`), which conventions are in force (`describe`), and what else differs from this class. All
-    tensors are under the family's published names."""
+    tensors are under the family's published names.
+    """
 
     title: str
     noun: str  # a drafter of the family, in errors
@@ -159,7 +162,8 @@ class Family:
     def construct(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> Drafter:
         """Build a drafter. Raises ValueError unless every tensor fits the meaning, and the meaning the target.
 
-        No weight is drawn that is then read: of large heads that would take seconds."""
+        No weight is drawn that is then read: of large heads that would take seconds.
+        """
         self.check_sizes(meaning, target, name)  # first: faults may follow from a target of another size
         check_faults(self.faults(meaning, tensors), name)
         self.check(meaning, tensors, target, name)
@@ -221,12 +225,14 @@ class Family:
 
     def vllm(self, meaning: Any) -> dict:
         """What vLLM's `--speculative-config` says beyond the folder of the export: the method, and how many tokens are
-        drafted where it is always the same number."""
+        drafted where it is always the same number.
+        """
         return {"method": self.method}
 
     def refuse(self, server: str, meaning: Any) -> None:
         """Raise ValueError for what the server's forward would silently compute otherwise. It names the settings of
-        training that would change that."""
+        training that would change that.
+        """
 
     def streams(self, meaning: Any, tensors: Tensors) -> int:
         """How many hidden states the drafter reads at once; 0 if none can be chosen."""

@@ -92,7 +92,8 @@ def check(
     """Compare the declared reading with the others that are plausible for its family.
 
     steps: the length of the drafted chain. raw: do not apply the chat template. Raises ValueError for a checkpoint that
-    loads in no reading, or, unless allow_nonfinite, whose weights hold NaN or Inf."""
+    loads in no reading, or, unless allow_nonfinite, whose weights hold NaN or Inf.
+    """
     checkpoint = open_checkpoint(path)
     if not allow_nonfinite:
         checkpoint.refuse_nonfinite()
@@ -111,7 +112,8 @@ def answer(target, prompts: list[str], max_new_tokens: int, raw: bool = False) -
 def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -> Report:
     """All readings of a checkpoint over the same answers.
 
-    Raises ValueError if it loads in no reading."""
+    Raises ValueError if it loads in no reading.
+    """
     trial = _Trial(target, checkpoint, answers, steps)
     start = trial.try_reading(Reading("as declared", checkpoint.meaning, checkpoint.tensors))
     report = Report([], [], [], len(answers), trial.positions, steps)
@@ -161,7 +163,8 @@ class _Trial:
     def round(self, start: Outcome, rivals: list[Taps]) -> tuple[list[Outcome], int, list[Taps]]:
         """Return `start` and all other readings, compared with it, the number of searched taps, and the best ones.
 
-        rivals: the taps that looked best when those of `start` were found; with them there is no new search."""
+        rivals: the taps that looked best when those of `start` were found; with them there is no new search.
+        """
         meaning, tensors = start.reading.meaning, start.reading.tensors
         others = [self.try_reading(r) for r in self.family.readings(meaning, tensors, self.target)]
         known = {o.taps for o in (start, *others) if o.taps}
@@ -194,7 +197,7 @@ class _Trial:
 
 
 def tau_of(rounds: Tensor) -> tuple[float, tuple[float, float] | None]:
-    """tau from rounds and emitted tokens [answers,2], and its interval over answers."""
+    """Tau from rounds and emitted tokens [answers,2], and its interval over answers."""
     total = rounds.sum(0)
     return float(total[1] / total[0]), tau_interval(rounds)
 
@@ -203,7 +206,8 @@ def judge(other: Outcome, start: Outcome, tests: int) -> None:
     """Say whether another reading is better or worse than `start` (one-sided paired z-tests over the positions).
 
     Each token is judged from up to `steps` positions, whose results are not independent. They count as one, so z is
-    divided by the root of `steps`. tests: the number of tests by which the level is divided."""
+    divided by the root of `steps`. tests: the number of tests by which the level is divided.
+    """
     if other.followed is None:
         return
     if start.followed is None:

@@ -166,14 +166,20 @@ def _part(target: str | os.PathLike, config: dict, name: str) -> Tensor:
 
 
 def vllm_config(asked: dict, folder: Path, steps: int = SPECULATIVE_TOKENS) -> dict:
-    """vLLM's `--speculative-config` for an export in `folder`. asked: what `Family.vllm` says. steps: tokens of a
-    draft, where that is open."""
+    """Return vLLM's `--speculative-config` for an export in `folder`.
+
+    Args:
+        asked: The fields that `Family.vllm` returns.
+        folder: The exported checkpoint.
+        steps: Number of tokens to draft, where the method does not fix it.
+    """
     return {"model": str(folder), "num_speculative_tokens": steps} | asked
 
 
 def start_command(server: str, checkpoint: Checkpoint, folder: Path, target: str) -> str | None:
     """The command that serves `target`, a folder or hub name, with an export of the checkpoint in `folder`. None where
-    nothing is known of it."""
+    nothing is known of it.
+    """
     family = checkpoint.family
     if server == "vllm":
         config = vllm_config(family.vllm(checkpoint.meaning), folder)

@@ -10,7 +10,8 @@ from specdec.model.names import resolve
 def inspect(path: str | os.PathLike) -> dict:
     """The conventions in force, the numbers of parameters, and a list of what keeps the checkpoint from loading.
 
-    The weights are looked at for NaN and Inf, one tensor at a time."""
+    The weights are looked at for NaN and Inf, one tensor at a time.
+    """
     checkpoint = open_checkpoint(path, headers=True)
     sizes = {name: t.numel() for name, t in checkpoint.tensors.items() if t.is_floating_point()}
     embedding = sizes.get("embed_tokens.weight", 0)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import HEADS, Confidence, head_of
@@ -45,6 +46,7 @@ class BlockMeaning(Meaning):
     confidence: int | None = None  # the rank of what its confidence head sees of tokens; None: there is none
 
     @property
+    @override
     def own_head(self) -> bool:  # type: ignore[override]
         return self.draft_vocab != self.vocab
 
@@ -54,7 +56,8 @@ def meaning_of(
 ) -> tuple[BlockMeaning, Tensors]:
     """The meaning by the fields on which all layouts agree. layer: the config of the layers; switches: fields of
     `BlockForward`; windowed: those that count if a layer has a window. What the tensors determine is read from them,
-    not from the config. Copies of the target's are left out."""
+    not from the config. Copies of the target's are left out.
+    """
     angelspec = any(key.startswith(("layer_fusion_weights", "hidden_correction.")) for key in tensors)
     if angelspec or layer.get("model_arch") in ("dflare", "dfly"):
         supported = "DFlash, DFlash2, DSpark, Domino and JetSpec"
@@ -152,6 +155,7 @@ class BlockFamily(Family):
     parameters = staticmethod(parameters)
     optional = ("d2t", "t2d", "embed_tokens.weight")
 
+    @override
     def make(self, meaning: BlockMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         conditional = head_of(meaning.conditional, vocab, embedding, meaning.rank, meaning.head)
         confidence = None if meaning.confidence is None else Confidence(meaning.shape.hidden, meaning.confidence)
@@ -159,27 +163,34 @@ class BlockFamily(Family):
         how = meaning.layers, taps, vocab, embedding, rows, meaning.forward, conditional, confidence
         return BlockDrafter(meaning.shape, *how)
 
+    @override
     def taps(self, meaning: BlockMeaning, layers: int) -> tuple[int, ...]:
         return meaning.taps
 
+    @override
     def vocab(self, meaning: BlockMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
         return read_vocab(tensors, meaning.vocab, name)
 
+    @override
     def check(self, meaning: BlockMeaning, tensors: Tensors, target, name: str) -> None:
         mask, rows = meaning.forward.mask_token, len(target.embed.weight)
         if not 0 <= mask < rows:
             raise ValueError(f"{name}: mask_token_id is {mask}, but the target's embedding has {rows} rows")
 
+    @override
     def built_for(self, meaning: BlockMeaning, tensors: Tensors) -> int:
         return len(meaning.taps)
 
+    @override
     def proposed(self, meaning: BlockMeaning, tensors: Tensors) -> int:
         return meaning.draft_vocab
 
+    @override
     def faults(self, meaning: BlockMeaning, tensors: Tensors) -> list[str]:
         fault = map_fault(tensors, meaning.vocab)
         return shape_faults(meaning.shape) + ([fault] if fault else [])
 
+    @override
     def dismantle(self, drafter: BlockDrafter, target) -> tuple[BlockMeaning, Tensors]:
         vocab, head, sure = drafter.vocab, drafter.conditional, drafter.confidence
         kinds = {kind: name for name, kind in HEADS.items()}
@@ -201,6 +212,7 @@ class BlockFamily(Family):
             tensors |= {"lm_head.weight": drafter.head.weight}
         return meaning, tensors
 
+    @override
     def describe(self, meaning: BlockMeaning, tensors: Tensors) -> dict[str, str]:
         how = meaning.forward
         first = "slot 0 drafts nothing" if how.unused else "all slots draft"
@@ -239,12 +251,14 @@ class BlockFamily(Family):
         method = "dspark" if meaning.conditional else self.method
         return {"method": method, "num_speculative_tokens": meaning.forward.drafts}
 
+    @override
     def sglang(self, meaning: BlockMeaning) -> str | None:
         return {None: "DFLASH", "markov": "DSPARK"}.get(meaning.conditional)
 
     def refuse(self, server: str, meaning: BlockMeaning) -> None:
         """Traps in vLLM: only the mask rows of DFlash draft, and the gate and the state of other Markov heads than
-        DSpark's plain one are not read. Both servers gather taps in ascending order."""
+        DSpark's plain one are not read. Both servers gather taps in ascending order.
+        """
         (title, heads), how, kind = SERVERS[server], meaning.forward, meaning.conditional
         if kind not in heads:
             raise ValueError(f"{title} would draft wrongly with this head: it knows no {kind} (train with "
@@ -261,9 +275,11 @@ class BlockFamily(Family):
         if any(a >= b for a, b in itertools.pairwise(meaning.taps)):
             raise ValueError(f"{title} gathers taps in ascending order, and the drafter has {list(meaning.taps)}")
 
+    @override
     def streams(self, meaning: BlockMeaning, tensors: Tensors) -> int:
         return tensors["fc.weight"].shape[1] // meaning.shape.hidden if "fc.weight" in tensors else 0
 
+    @override
     def retap(self, meaning: BlockMeaning, taps: tuple[int, ...]) -> BlockMeaning:
         return dataclasses.replace(meaning, taps=taps)
 

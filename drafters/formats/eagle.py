@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, write_only
@@ -60,18 +61,22 @@ class EagleFamily(Family):
     method, algorithm = "eagle", "EAGLE"
     optional = (EMBEDDING, "draft_ids")
 
+    @override
     def make(self, meaning: EagleMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         drafter = Eagle(meaning.shape, taps[0], vocab, embedding, head, meaning.fc_bias, meaning.qkv_bias)
         drafter.own_embedding = meaning.own_embedding
         return drafter
 
+    @override
     def parameters(self, drafter: Eagle) -> dict[str, Place]:
         return whole(drafter.fc, "fc") | layer_parameters(drafter, "layers.0")
 
+    @override
     def embedding(self, meaning: EagleMeaning, tensors: Tensors, target) -> Tensor:
         own = meaning.own_embedding
         return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
 
+    @override
     def expected(self, meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:
         own = {EMBEDDING: torch.Size([meaning.vocab, meaning.shape.hidden])} if meaning.own_embedding else {}
         return super().expected(meaning, tensors) | own
@@ -83,6 +88,7 @@ class EagleFamily(Family):
         tensors = held(self.parameters(drafter), drafter.vocab)
         return meaning, tensors | ({EMBEDDING: drafter.embedding} if own else {})
 
+    @override
     def describe(self, meaning: EagleMeaning, tensors: Tensors) -> dict[str, str]:
         biases = [name for name, there in (("fc", meaning.fc_bias), ("q, k, v", meaning.qkv_bias)) if there]
         return describe_shape(meaning.shape) | {
@@ -98,11 +104,13 @@ class EagleFamily(Family):
             else "the target's" + (", not the file's" if EMBEDDING in tensors else ""),
         }
 
+    @override
     def readings(self, meaning: EagleMeaning, tensors: Tensors, target) -> list[Reading]:
         swapped = tensors | {"fc.weight": torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)}
         other = Reading("fc input [hidden, embedding]", meaning, swapped)
         return [*self.rope_readings(meaning, tensors, target), other]
 
+    @override
     def refuse(self, server: str, meaning: EagleMeaning) -> None:
         if server == "sglang" and meaning.own_embedding:
             raise ValueError(
@@ -148,7 +156,8 @@ def write(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -
 
 def write_sglang(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """SGLang's `fc` always has a bias, which stays random if the file holds none. A config's `bias` or
-    `attention_bias` gives biases to q, k, v and the output of the attention there."""
+    `attention_bias` gives biases to q, k, v and the output of the attention there.
+    """
     dtype = tensors["fc.weight"].dtype
     tensors = {"fc.bias": torch.zeros(meaning.shape.hidden, dtype=dtype)} | tensors
     config, tensors = write(meaning, tensors, target)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.contracts import Drafter
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
@@ -68,7 +69,8 @@ def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, 
     """The same head with its taps in ascending order, which is the order in which servers gather them, whatever a
     config lists. The columns of `fc` and the norms of the taps follow.
 
-    Raises ValueError for a tap that is listed twice."""
+    Raises ValueError for a tap that is listed twice.
+    """
     taps = meaning.taps
     if taps is None or all(a < b for a, b in itertools.pairwise(taps)):
         return meaning, tensors
@@ -98,15 +100,18 @@ class Eagle3Family(Family):
     parameters: Any = staticmethod(parameters)
     optional: tuple[str, ...] = ("d2t", "t2d", EMBEDDING)
 
+    @override
     def make(self, meaning: Eagle3Meaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         drafter = Eagle3(meaning.shape, taps, vocab, embedding, meaning.forward, meaning.tap_width)
         if not meaning.own_head:
             drafter.head = SharedHead(head, vocab.ids)
         return drafter
 
+    @override
     def taps(self, meaning: Eagle3Meaning, layers: int) -> tuple[int, ...]:
         return meaning.taps or (2, layers // 2, layers - 3)
 
+    @override
     def vocab(self, meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> DraftVocab:
         vocab = read_vocab(tensors, target.vocab, name)
         if vocab.size != meaning.draft_vocab:
@@ -119,21 +124,26 @@ class Eagle3Family(Family):
         own = meaning.own_embedding
         return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
 
+    @override
     def check_sizes(self, meaning: Eagle3Meaning, target, name: str) -> None:
         check_target(meaning.tap_width, meaning.vocab, target, name)
 
+    @override
     def check(self, meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> None:
         check_taps(self.taps(meaning, target.config.layers), target.config.layers)
         if EMBEDDING not in tensors and meaning.shape.hidden != target.config.hidden:
             raise ValueError(f"{name}: a drafter narrower or wider than the target needs {EMBEDDING} of its own")
 
+    @override
     def proposed(self, meaning: Eagle3Meaning, tensors: Tensors) -> int:
         return meaning.draft_vocab
 
+    @override
     def expected(self, meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, torch.Size]:
         mapped = {"d2t": torch.Size([meaning.draft_vocab])} if meaning.draft_vocab != meaning.vocab else {}
         return super().expected(meaning, tensors) | mapped
 
+    @override
     def faults(self, meaning: Eagle3Meaning, tensors: Tensors) -> list[str]:
         taps, width, out = meaning.taps, tensors["fc.weight"].shape[-1], shape_faults(meaning.shape)
         count = 3 if taps is None else len(taps)
@@ -165,6 +175,7 @@ class Eagle3Family(Family):
         )
         return meaning, tensors
 
+    @override
     def refuse(self, server: str, meaning: Eagle3Meaning) -> None:
         if server != "sglang":
             return
@@ -185,6 +196,7 @@ class Eagle3Family(Family):
                 "(train with drafter.taps=3)"
             )
 
+    @override
     def describe(self, meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, str]:
         how, count = meaning.forward, self.streams(meaning, tensors)
         norms = "one for each tap" if how.tap_norms else "one over all taps" if how.input_norm else "none"
@@ -232,9 +244,11 @@ class Eagle3Family(Family):
         )
         return out + map_readings(meaning, tensors)
 
+    @override
     def streams(self, meaning: Eagle3Meaning, tensors: Tensors) -> int:
         return tensors["fc.weight"].shape[-1] // meaning.tap_width
 
+    @override
     def retap(self, meaning: Eagle3Meaning, taps: tuple[int, ...]) -> Eagle3Meaning:
         return dataclasses.replace(meaning, taps=taps)
 

@@ -35,7 +35,8 @@ def meaning_of(
     config: dict, tensors: Tensors, name: str, taps: tuple[int, ...] | None, feedback: bool, head_norm: bool
 ) -> Eagle3Meaning:
     """The meaning by the fields on which all layouts agree. What the tensors show is read from them, and not from the
-    config."""
+    config.
+    """
     shape = read_shape(config, name)
     if "fc.weight" not in tensors:
         raise ValueError(f"{name}: the checkpoint lacks the tensor fc.weight")
@@ -70,7 +71,8 @@ def meaning_of(
 def _taps(config: dict, name: str) -> tuple[int, ...] | None:
     """Indices into hidden_states; None for the published default. A list inside `eagle_config` counts layers by their
     outputs (SpecForge, SGLang, ModelOpt), a list at the top of the config by their inputs (vLLM, which takes the list
-    inside for inputs too if there is no other). Our own field `taps` holds the indices."""
+    inside for inputs too if there is no other). Our own field `taps` holds the indices.
+    """
     if config.get("taps") is not None:
         return check_list(config["taps"], name)
     outputs = (config.get("eagle_config") or {}).get(LAYER_IDS)
@@ -115,7 +117,8 @@ def _written(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | Non
 
 def flag_fields(how: Eagle3Forward) -> dict:
     """The fields of other trainers. Fields that are off are left out, as in the published configs, but for
-    `norm_before_residual`, which some readers take for true where it is absent."""
+    `norm_before_residual`, which some readers take for true where it is absent.
+    """
     flags = {"fc_norm": how.tap_norms, "norm_before_fc": how.input_norm, "attention_bias": how.qkv_bias}
     return {"norm_before_residual": how.residual_norm} | {name: True for name, on in flags.items() if on}
 
@@ -124,7 +127,8 @@ def listed(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
     """The config fields that list the taps, as outputs of layers where SGLang, SpecForge and ModelOpt look, and as
     inputs where vLLM looks first; none for the published default.
 
-    Raises ValueError for a hidden state that is no layer's output."""
+    Raises ValueError for a hidden state that is no layer's output.
+    """
     if taps is None:
         return {}
     for tap, state in ((0, "the embeddings"), (target.layers if target else -1, "the state after the final norm")):
@@ -146,7 +150,8 @@ def recognise_own(config: dict, tensors: Tensors) -> bool:
 
 def write_own(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """The published layout with the field `taps`, and with a list for other readers where they have names for the
-    taps. `target_head` means the target's rows for the draft vocabulary, which the file then does not hold."""
+    taps. `target_head` means the target's rows for the draft vocabulary, which the file then does not hold.
+    """
     config, tensors = _written(dataclasses.replace(meaning, taps=None), tensors, target)
     if not meaning.own_head and meaning.draft_vocab != meaning.vocab:
         config |= {"draft_vocab_size": meaning.draft_vocab, "target_head": True}

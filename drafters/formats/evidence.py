@@ -30,7 +30,8 @@ class Batch:
     """Answers side by side, padded on the right. A round may begin at n positions: those of the answers from which
     there is something left to draft.
 
-    Row t of the drafter has the feature of token t, reads token t+1 and drafts token t+2."""
+    Row t of the drafter has the feature of token t, reads token t+1 and drafts token t+2.
+    """
 
     first: Tensor  # [B] token 0
     following: Tensor  # [B,T] token t+1, for feature t
@@ -104,7 +105,8 @@ def _batch(target, answers: list[Answer]) -> Batch:
 def follow(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) -> Followed:
     """Let a drafter that reads the hidden states `taps` draft chains of `steps` tokens from all n positions.
 
-    The training unroll feeds the true tokens. As far as a chain is accepted, they are the chain's."""
+    The training unroll feeds the true tokens. As far as a chain is accepted, they are the chain's.
+    """
     alive = torch.ones_like(batch.rows, dtype=torch.bool)
     lengths, logp = torch.zeros_like(batch.rows), []
     for j, (hits, chosen) in enumerate(_steps(drafter, batch, taps, steps)):
@@ -116,7 +118,8 @@ def follow(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) ->
 
 def _steps(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
     """For each step and each of the n positions: is the best draft the true token, and the latter's
-    log-probability, 0 if the drafter does not know it."""
+    log-probability, 0 if the drafter does not know it.
+    """
     drafter.first_tokens = batch.first
     feats = torch.cat([batch.states[tap] for tap in taps], dim=-1) if taps else None
     for j, state in enumerate(drafter.unroll(feats, batch.following, steps, batch.needed())):

@@ -49,7 +49,8 @@ def map_fault(tensors: Tensors, size: int) -> str:
 def read_vocab(tensors: Tensors, size: int, name: str) -> DraftVocab:
     """The draft vocabulary that the map d2t gives, for a target with `size` tokens; all tokens if there is no map.
 
-    Raises ValueError if d2t names no tokens of the target, or others than t2d does."""
+    Raises ValueError if d2t names no tokens of the target, or others than t2d does.
+    """
     fault = map_fault(tensors, size)
     if fault:
         raise ValueError(f"{name}: {fault}")

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.drafters.formats.base import (
     Family,
@@ -42,9 +43,11 @@ class MedusaFamily(Family):
     servers, method = MappingProxyType({"vllm": "vllm"}), "medusa"
     optional = ("draft_ids",)
 
+    @override
     def make(self, meaning: MedusaMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         return Medusa(meaning.shape, taps[0], vocab, head)
 
+    @override
     def parameters(self, drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
         out: dict[str, tuple[Tensor, int, int]] = {}
         for i, blocks in enumerate(drafter.blocks):
@@ -54,19 +57,24 @@ class MedusaFamily(Family):
                 out |= whole(drafter.heads[i], f"{i}.{len(blocks)}")
         return out
 
+    @override
     def vocab(self, meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
         return DraftVocab(target.vocab, read_ids(tensors))
 
+    @override
     def proposed(self, meaning: MedusaMeaning, tensors: Tensors) -> int:
         return len(tensors[f"0.{meaning.shape.blocks}.weight"]) if meaning.shape.own_heads else 1
 
+    @override
     def faults(self, meaning: MedusaMeaning, tensors: Tensors) -> list[str]:
         return ids_faults(meaning, tensors)
 
+    @override
     def dismantle(self, drafter: Medusa, target) -> tuple[MedusaMeaning, Tensors]:
         meaning = MedusaMeaning(drafter.shape, drafter.vocab.target_size)
         return meaning, held(self.parameters(drafter), drafter.vocab)
 
+    @override
     def describe(self, meaning: MedusaMeaning, tensors: Tensors) -> dict[str, str]:
         shape, ids = meaning.shape, read_ids(tensors)
         tokens = f"all {meaning.vocab or 'of the'} target tokens" if ids is None else f"{len(ids)} target tokens"
@@ -86,6 +94,7 @@ class MedusaFamily(Family):
         words = "the tokens of draft_ids in ascending order"
         return [Reading(words, meaning, tensors | {"draft_ids": ids.sort().values})]
 
+    @override
     def vllm(self, meaning: MedusaMeaning) -> dict:
         return super().vllm(meaning) | {"num_speculative_tokens": meaning.shape.heads}
 

@@ -8,6 +8,7 @@ import dataclasses
 from dataclasses import asdict, dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.parts import (
@@ -63,19 +64,23 @@ class MtpFamily(Family):
     sign = f"{PREFIX}.*"
     optional = ("draft_ids",)
 
+    @override
     def make(self, meaning: MtpMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         return Mtp(meaning.shape, taps[0], vocab, embedding, head, heads=meaning.heads, forward=meaning.forward)
 
+    @override
     def parameters(self, drafter: Mtp) -> dict[str, Place]:
         out: dict[str, Place] = {}
         for i, block in enumerate(drafter.blocks):
             out |= head_parameters(block, f"{PREFIX}.{i}", f"{PREFIX}.{i}", NAMES)
         return out
 
+    @override
     def dismantle(self, drafter: Mtp, target) -> tuple[MtpMeaning, Tensors]:
         meaning = MtpMeaning(drafter.shape, drafter.vocab.target_size, len(drafter.blocks), drafter.switches)
         return meaning, held(self.parameters(drafter), drafter.vocab)
 
+    @override
     def describe(self, meaning: MtpMeaning, tensors: Tensors) -> dict[str, str]:
         how = meaning.forward
         order = (
@@ -95,6 +100,7 @@ class MtpFamily(Family):
             "embedding": "the target's",
         }
 
+    @override
     def readings(self, meaning: MtpMeaning, tensors: Tensors, target) -> list[Reading]:
         how, replace = meaning.forward, dataclasses.replace
         order = replace(how, hidden_first=not how.hidden_first)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.drafters.formats.base import (
     Family,
@@ -160,7 +161,8 @@ class InsideFamily(Family):
 
     def construct(self, meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
         """Raises ValueError for a block that is not ordinary grouped-query attention with a dense or mixture-of-experts
-        MLP, too."""
+        MLP, too.
+        """
         shape = _shape(meaning.config, name)
         check_faults(shape_faults(shape), name)
         check_target(shape.hidden, meaning.config["vocab_size"], target, name)
@@ -181,9 +183,11 @@ class InsideFamily(Family):
         copies = {key: tensor.shape for key, tensor in tensors.items() if key.endswith(COPIES)}
         return {key: rows.shape for key, rows in rows_of(parameters).items()} | copies
 
+    @override
     def faults(self, meaning: InsideMeaning, tensors: Tensors) -> list[str]:
         return shape_faults(_shape(meaning.config, ""))
 
+    @override
     def describe(self, meaning: InsideMeaning, tensors: Tensors) -> dict[str, str]:
         first = meaning.kind == "mimo"
         return describe_shape(_shape(meaning.config, "")) | {
@@ -196,6 +200,7 @@ class InsideFamily(Family):
             "embedding": "the target's",
         }
 
+    @override
     def readings(self, meaning: InsideMeaning, tensors: Tensors, target) -> list[Reading]:
         other = "pre" if meaning.feedback == "post" else "post"
         project = f".{PARTS[meaning.kind]['project']}.weight"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors
 from specdec.drafters.formats.parts import Place, describe_rope, dtype_name, rows_of
@@ -60,6 +61,7 @@ class PardFamily(Family):
     reads = 0
     parameters = staticmethod(parameters)
 
+    @override
     def make(self, meaning: PardMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         width = meaning.dim // max(len(meaning.layers), 1)
         model = Target(read_config(meaning.config, "the drafter"))
@@ -68,15 +70,18 @@ class PardFamily(Family):
         forward = PardForward(meaning.mask_token, meaning.scale)
         return Pard(model, meaning.config, vocab, meaning.block, forward, taps, width)
 
+    @override
     def taps(self, meaning: PardMeaning, layers: int) -> tuple[int, ...]:
         return tuple(layers + 1 + layer for layer in meaning.layers)
 
+    @override
     def vocab(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
         return DraftVocab(target.vocab)
 
     def check_sizes(self, meaning: PardMeaning, target, name: str) -> None:
         """Nothing: a draft model has a width of its own, and `check` reads its config."""
 
+    @override
     def check(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> None:
         vocab, depth = read_config(meaning.config, name).vocab, target.config.layers
         if vocab != target.vocab:
@@ -89,12 +94,14 @@ class PardFamily(Family):
                 f"{name}: the drafter reads {meaning.dim} features, {len(taps)} states of the target give {given}"
             )
 
+    @override
     def expected(self, meaning: PardMeaning, tensors: Tensors) -> dict[str, torch.Size]:
         with torch.device("meta"):
             vocab, nothing = DraftVocab(read_config(meaning.config, "the drafter").vocab), torch.empty(0)
             drafter = self.make(meaning, (0,) * len(meaning.layers), vocab, nothing, nothing)
         return {key: rows.shape for key, rows in rows_of(parameters(drafter)).items()}
 
+    @override
     def faults(self, meaning: PardMeaning, tensors: Tensors) -> list[str]:
         try:
             config = read_config(meaning.config, "the drafter")
@@ -118,6 +125,7 @@ class PardFamily(Family):
         meaning = PardMeaning(drafter.config, how.mask_token, drafter.block, layers, how.scale, dim)
         return meaning, rows_of(parameters(drafter))
 
+    @override
     def describe(self, meaning: PardMeaning, tensors: Tensors) -> dict[str, str]:
         config = read_config(meaning.config, "the drafter")
         reads = "tokens only"
@@ -133,9 +141,11 @@ class PardFamily(Family):
             "embedding": "its own",
         }
 
+    @override
     def vllm(self, meaning: PardMeaning) -> dict:
         return super().vllm(meaning) | {"parallel_drafting": True}
 
+    @override
     def refuse(self, server: str, meaning: PardMeaning) -> None:
         if meaning.layers:
             raise ValueError("vLLM drafts with PARD, and not with PARD-2 (train with drafter.taps=null)")

@@ -67,7 +67,8 @@ def fill(
 ) -> None:
     """Copy every tensor to its place, and each place once. The caller reads those named in `optional` itself.
 
-    Raises ValueError, with the checkpoint's `name`, for a tensor that is missing, left over or of another shape."""
+    Raises ValueError, with the checkpoint's `name`, for a tensor that is missing, left over or of another shape.
+    """
     strict = StrictFill(name, parameters)
     for key, value in tensors.items():
         if key not in optional and not strict.put(key, value):

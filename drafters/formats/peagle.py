@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Drafter
 from specdec.drafters.formats import eagle3, eagle3_layout, speculators
@@ -39,6 +40,7 @@ class PEagleMeaning(Eagle3Meaning):
     embeds: bool = True  # the file holds an embedding, which is the head's own
 
     @property
+    @override
     def own_embedding(self) -> bool:  # type: ignore[override]
         return self.embeds
 
@@ -62,6 +64,7 @@ class PEagleFamily(Eagle3Family):
     parameters = staticmethod(parameters)
     optional = ("d2t", "t2d")
 
+    @override
     def make(self, meaning: Any, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
         how = taps, vocab, embedding, meaning.block, meaning.mask_token, meaning.forward, meaning.tap_width
         drafter = PEagle(meaning.shape, meaning.layers, *how)
@@ -69,15 +72,18 @@ class PEagleFamily(Eagle3Family):
             drafter.head = SharedHead(head, vocab.ids)
         return drafter
 
+    @override
     def construct(self, meaning: Any, tensors: Tensors, target, name: str) -> Drafter:
         if not meaning.embeds and meaning.shape.hidden == target.config.hidden:
             tensors = tensors | {EMBEDDING: target.embed.weight}  # the head's own begins as the target's
         return super().construct(meaning, tensors, target, name)
 
+    @override
     def expected(self, meaning: Any, tensors: Tensors) -> dict[str, torch.Size]:
         shapes = super().expected(meaning, tensors)
         return shapes if meaning.embeds else {name: shape for name, shape in shapes.items() if name != EMBEDDING}
 
+    @override
     def faults(self, meaning: Any, tensors: Tensors) -> list[str]:
         out = super().faults(meaning, tensors)
         if not 0 <= meaning.mask_token < meaning.vocab:
@@ -86,12 +92,14 @@ class PEagleFamily(Eagle3Family):
             out.append(f"it drafts {meaning.block} tokens, and a block has 2 at least")
         return out
 
+    @override
     def dismantle(self, drafter: Any, target) -> tuple[PEagleMeaning, Tensors]:
         meaning, tensors = super().dismantle(drafter, target)
         own: dict[str, Any] = {"layers": drafter.layers, "block": drafter.block, "mask_token": drafter.mask_token}
         head = {"lm_head.weight": drafter.head.weight} if meaning.own_head else {}
         return PEagleMeaning(**vars(meaning), **own), tensors | rows_of(parameters(drafter)) | head
 
+    @override
     def describe(self, meaning: Any, tensors: Tensors) -> dict[str, str]:
         out = super().describe(meaning, tensors) | {
             "layers": f"{meaning.layers}, of which the first is EAGLE-3's",
@@ -105,9 +113,11 @@ class PEagleFamily(Eagle3Family):
         """EAGLE-3's misreadings, but for what is fed back."""
         return [r for r in super().readings(meaning, tensors, target) if not r.name.startswith("feedback")]
 
+    @override
     def vllm(self, meaning: Any) -> dict:
         return super().vllm(meaning) | {"parallel_drafting": True}
 
+    @override
     def refuse(self, server: str, meaning: Any) -> None:
         if meaning.forward.tap_norms:
             raise ValueError("vLLM's P-EAGLE knows no norm for each tap (train with drafter.tap_norms=false)")

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from specdec import own
 from specdec.contracts import Drafter
@@ -71,16 +72,19 @@ class RecipeFamily(Family):
         """The tensors that are there: only the recipe, with a target, knows which ones ought to be."""
         return {name: tensor.shape for name, tensor in tensors.items() if name != IDS}
 
+    @override
     def describe(self, meaning: RecipeMeaning, tensors: Tensors) -> dict[str, str]:
         return {"recipe": ", ".join(f"{name} {value}" for name, value in meaning.config["recipe"].items())}
 
+    @override
     def faults(self, meaning: RecipeMeaning, tensors: Tensors) -> list[str]:
         return []
 
 
 def _creator(named: str, name: str) -> Callable:
     """The function that a recipe names. name: of the checkpoint. Raises ValueError for code that the user has neither
-    installed nor passed: a checkpoint must not choose what code runs."""
+    installed nor passed: a checkpoint must not choose what code runs.
+    """
     # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
     module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")
     if CREATE.fullmatch(f"{module}.{function}"):

@@ -21,7 +21,8 @@ def search_taps(score: Score, states: int, count: int, also: Iterable[Taps] = ()
 
     states: how many hidden states the target has. count: how many the drafter reads. also: candidates that are
     plausible for other reasons. First come all ascending combinations, or those of a grid if there are too many. Then
-    one tap at a time is changed in the best of them, or two change places, until nothing gets better."""
+    one tap at a time is changed in the best of them, or two change places, until nothing gets better.
+    """
     scores: dict[Taps, float] = {}
 
     def best(number: int) -> list[Taps]:
@@ -49,7 +50,8 @@ def search_taps(score: Score, states: int, count: int, also: Iterable[Taps] = ()
 
 def grid(states: int, count: int) -> list[int]:
     """The hidden states among which all combinations are tried: all, or as many as the search can afford, evenly
-    spread from the first to the last."""
+    spread from the first to the last.
+    """
     size = states
     while comb(size, count) > MANY:
         size -= 1

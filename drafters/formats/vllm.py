@@ -75,7 +75,8 @@ def write_eagle(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | N
 def without_bias(fc: torch.Tensor, bias: torch.Tensor, embedding: torch.Tensor) -> Tensors:
     """An `fc` [H,2H] of the same output without a bias, and the embedding [V,H] that makes it so.
 
-    The embedding stays in fp32: rounded to 16 bits it would not be the product that decoding here computes."""
+    The embedding stays in fp32: rounded to 16 bits it would not be the product that decoding here computes.
+    """
     ours, hidden = fc.float().chunk(2, dim=1)
     made = embedding.to(fc.device).float() @ ours.T + bias.float()
     eye = torch.eye(len(fc), dtype=fc.dtype, device=fc.device)

@@ -1,6 +1,7 @@
 """Conversations: read from files and data sets (`sources`, `conversation`), rendered with the target's chat template
 (`render`), chosen (`load`), batched (`batches`), written by the target and the drafter in training (`rollouts`), stored
-(`shards`)."""
+(`shards`).
+"""
 
 from specdec.training.data.batches import Batch, Batches
 from specdec.training.data.conversation import Conversation, Message

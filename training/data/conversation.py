@@ -19,7 +19,8 @@ class Conversation(list[Message]):
     """The messages of one record, at least one, and the tools that it offers. A plain text has one of role 'text'.
 
     A message has `role` and `content`, the fields of `CARRIED` in the record, `weight` (0: an answer without training
-    tokens), and for an answer of `specdec data regenerate` `tokens` and `finish_reason`."""
+    tokens), and for an answer of `specdec data regenerate` `tokens` and `finish_reason`.
+    """
 
     def __init__(self, messages: Iterable[Message], tools: list | None = None):
         super().__init__(messages)

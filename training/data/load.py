@@ -56,7 +56,8 @@ class Tally:
 
 def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterator[tuple[str, Conversation]]:
     """Yields the place of each good record, and its messages. Raises ValueError at the first conversation if the
-    tokenizer cannot render any."""
+    tokenizer cannot render any.
+    """
     checked = False
     for record in records:
         messages = Conversation([])
@@ -173,7 +174,8 @@ def load_samples(config: DictConfig, target: LanguageModel) -> list[Sample]:
 
 def hold_out(samples: list[Sample], heldout: float) -> tuple[list[Sample], list[Sample]]:
     """(training, held-out) samples; the last `heldout` are held out: so many, or a share below 1, of which at least one
-    and at most `MOST` are taken."""
+    and at most `MOST` are taken.
+    """
     if not 0 <= heldout < float("inf"):
         raise ValueError(f"data.heldout must be a number of conversations or a share below 1, got {heldout}")
     count = min(max(round(heldout * len(samples)), 1), MOST) if 0 < heldout < 1 else int(heldout)

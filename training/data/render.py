@@ -109,7 +109,8 @@ class _Chat:
 
     def _spans(self, i: int) -> list[Span]:
         """Return the places of answer i in the text of the messages up to it. What a turn begins with belongs to it as
-        far as the prompt of an answer does not hold it already."""
+        far as the prompt of an answer does not hold it already.
+        """
         after = self.text(i + 1)
         base = _alike(self.text(i), after)
         if MARKER.search(self.template):
@@ -198,7 +199,8 @@ class _Chat:
 
 def _belongs(text: str, place: Span, span: Span) -> bool:
     """Whether a token is in a span. A token at its border is if only spaces of it are outside: the first word after a
-    prompt that ends with a space."""
+    prompt that ends with a space.
+    """
     (start, end), (a, b) = place, span
     if a <= start and end <= b:
         return True
@@ -221,7 +223,8 @@ def tokens_of(tokenizer, text: str) -> tuple[list[int], list[Span]]:
 
     The places follow from the tokens' bytes. A tokenizer that changes the text (lower case, spaces) says them itself.
 
-    Raises ValueError if neither is possible."""
+    Raises ValueError if neither is possible.
+    """
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids, vocabulary, data = out["input_ids"], vocabulary_of(tokenizer), text.encode()
     pieces = [vocabulary.bytes_of(token) for token in ids]

@@ -79,7 +79,8 @@ class Rollouts:
         """Decode with these weights of the drafter, and use the text for batches from now on.
 
         Returns tau, new_tokens, and rejected, the share of the new tokens that drafts missed. Every process must call
-        it."""
+        it.
+        """
         fill(self.drafter, weights)
         prompts, size = self._prompts(step), self.settings.batch_size
         own = [
@@ -94,7 +95,8 @@ class Rollouts:
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
         """All batches but the first `skip`. A rollout's are spread evenly among the others, by its share. Which of its
-        batches comes depends on the batch's number alone."""
+        batches comes depends on the batch's number alone.
+        """
         number, data = skip, self.data.iterate(skip - self._before(skip))
         while True:
             place, number = self._before(number), number + 1
@@ -113,7 +115,8 @@ class Rollouts:
 
     def _prompts(self, step: int) -> list[list[int]]:
         """The texts before random answers, each answer at most once; of a plain text a beginning of random
-        length. Sorted by length, so that prompts decoded together are of similar lengths."""
+        length. Sorted by length, so that prompts decoded together are of similar lengths.
+        """
         rng, prompts = np.random.default_rng([self.seed, step]), []
         for place in rng.permutation(len(self.answers))[: self.settings.prompts]:
             i, start = self.answers[place]
@@ -129,7 +132,8 @@ class Rollouts:
 
     def _rejected(self, row: Sequence) -> list[int]:
         """Which of a row's tokens the target put in the place of a draft: the last token of each round that accepted
-        fewer than the tree has levels, unless the text ended before it."""
+        fewer than the tree has levels, unless the text ended before it.
+        """
         places, end = [], 1  # the first token is the prefill's
         for accepted, emitted in zip(row.trace.accepted, row.trace.emitted, strict=True):
             end += emitted
@@ -146,7 +150,8 @@ class Rollouts:
 
     def _use(self, samples: list[Sample]) -> None:
         """Make the batches from now on of these samples: as few as they fit into, and of similar sizes, so that every
-        step is about as large as any other."""
+        step is about as large as any other.
+        """
         data = self.data
         batches = partial(Batches, samples, seed=data.seed, pack=data.pack, lookahead=data.lookahead)
         count = len(batches(data.batch_tokens).epoch(0))

@@ -56,7 +56,8 @@ class Form:
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
         """For each tensor of a shard: the unit of its rows, the row's shape, and the dtype. Rows are for each sample,
-        for each token, or for each position that may be trained on."""
+        for each token, or for each position that may be trained on.
+        """
         columns_kept = {
             "lengths": ("sample", (), torch.int32),
             "tokens": ("token", (), torch.int32),
@@ -126,7 +127,8 @@ def describe(
 ) -> dict:
     """What must be the same when a cache is made and when it is used, as cache.json states it.
 
-    source: what computed the features in place of the target here, of which then only the ends count."""
+    source: what computed the features in place of the target here, of which then only the ends count.
+    """
     return ({} if source is None else {"source": source}) | {
         "schema": SCHEMA,
         "target": f"{target_signature(target, source is not None)} ({target.name}, {str(target.dtype)[6:]})",
@@ -139,7 +141,8 @@ def describe(
 
 def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
     """Raise ValueError, naming both values, unless `made` has all that `now` has. Of the target only the signature is
-    compared, not the folder in its name: folders move."""
+    compared, not the folder in its name: folders move.
+    """
     for what, value in now.items():
         same = made.get(what) == value
         if what == "target" and isinstance(made.get(what), str):
@@ -195,7 +198,8 @@ class FeatureCache:
 
     def check(self, target, taps: tuple[int, ...], vocab, samples: list[Sample]) -> None:
         """Raise ValueError, one sentence with both values, unless target, tokenizer, taps and data are those that made
-        this cache. The draft vocabulary must be too if the cache stores its most likely tokens."""
+        this cache. The draft vocabulary must be too if the cache stores its most likely tokens.
+        """
         now = describe(target, taps, vocab, samples, self.keep, self.manifest.get("source"))
         check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec train cache")
 
@@ -221,7 +225,8 @@ class FeatureCache:
 
     def _read(self, number: int, row: int, start: int, feats: Tensor, columns_kept: dict[str, Tensor]) -> None:
         """Copy one sample's features into feats [B,T,count,H] and columns_kept [B,T,...], at `row` from column `start`
-        on."""
+        on.
+        """
         which, token, position = self.places[number]
         mask, shard = self.samples[number].mask, self.shards[which]
         feats[row, start : start + len(mask)] = _states(shard, "feats", slice(token, token + len(mask)))

@@ -25,7 +25,8 @@ def target_signature(target, ends: bool = False) -> str:
     """Of the config and of the weights in the precision in which they are loaded: names, shapes, the sum of all bits as
     integers, and `PLACES` values of each tensor. Device and memory layout do not matter.
 
-    ends: of the weights only those outside of the layers."""
+    ends: of the weights only those outside of the layers.
+    """
     parts: list[str | bytes] = [repr(target.config)]
     for name, weight in sorted(target.named_parameters()):
         if ends and name.startswith("blocks."):

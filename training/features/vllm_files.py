@@ -55,7 +55,8 @@ class VllmStates:
     ):
         """taps: that are to be read. layers: what the server was given, for files that do not say it themselves.
 
-        Raises ValueError, one sentence, for a file that is damaged, or not of this target, dtype and taps."""
+        Raises ValueError, one sentence, for a file that is damaged, or not of this target, dtype and taps.
+        """
         self.folder, self.target, self.layers = Path(folder), target, layers
         self.wanted = sorted({*taps, target.config.layers})
         if not self.folder.is_dir():
@@ -129,7 +130,8 @@ class VllmStates:
         """Serve these samples, numbered in their order. Those without a file are requested from the server, whose
         connector writes into this folder.
 
-        Raises ValueError for samples that have none in the end, and if the states are not those of this target."""
+        Raises ValueError for samples that have none in the end, and if the states are not those of this target.
+        """
         missing = [sample for sample in samples if self.find(sample.ids) is None]
         every = every_token(self.target.vocab).numpy()
         if server is not None:
@@ -172,7 +174,8 @@ class VllmStates:
     @torch.no_grad()
     def _check_next(self, files: Iterable[StateFile]) -> None:
         """Raise ValueError unless the head finds the tokens that vLLM chose likely: it does not if the files are of
-        another target, or their last state is not the last layer's. Files without a next token are skipped."""
+        another target, or their last state is not the last layer's. Files without a next token are skipped.
+        """
         labelled = [file for file in files if file.next_token is not None]
         wrong = [file for file in labelled[:32] if file.next_token not in self._likely(file)]
         if 2 * len(wrong) > len(labelled[:32]):
@@ -187,7 +190,8 @@ class VllmStates:
 
     def sizes(self, taps: tuple[int, ...]) -> dict[int, float]:
         """Tap -> the root mean square of its states, to the nearest power of two: over `every_token` where the folder
-        has it, else over some of the samples."""
+        has it, else over some of the samples.
+        """
         every = self.find(every_token(self.target.vocab).numpy())
         files = [every] if every else [self.file_of(sample.ids) for sample in self.samples[:32]]
         states = torch.cat([self._hidden(file, len(file.ids), taps) for file in files])

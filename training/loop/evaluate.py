@@ -100,13 +100,14 @@ class Decoding:
         return record(self.target, drafter, self.answers[temperature], steps=depth, sampling=Sampling(temperature))
 
     def tau(self, folder: Path) -> dict[str, float]:
-        """tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it, and its interval."""
+        """Tau of greedy decoding with the drafter in `folder`, which is loaded as a user loads it, and its interval."""
         recording = self._record(load_drafter(folder, self.target), self.steps, 0.0)
         return measured_tau(recording.replay(Chain(recording.steps)).rows)
 
     def keep_acceptance(self, folder: Path, write: bool = True) -> None:
         """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`. write: False for a
-        process that only has its share of the target to give."""
+        process that only has its share of the target to give.
+        """
         drafter = load_drafter(folder, self.target)
         found = tuple(self._record(drafter, DEPTH, t).along(min(WIDTH, drafter.vocab.size)) for t in TEMPERATURES)
         about = f"{len(self.prompts)} {self.about}, {self.max_new_tokens} tokens"
@@ -132,7 +133,8 @@ def decoding_of(target, config: TrainerConfig, heldout: Batches | None, train: B
 def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list[list[int]]:
     """The text before the first training token of each sample, once each, of at most `longest` tokens. Texts with which
     a `known` sample also begins are left out: a drafter may have been trained on their answers. So are plain texts,
-    which are trained on from their first token."""
+    which are trained on from their first token.
+    """
 
     def beginning(sample: Sample) -> bytes:
         return sample.ids[: int(sample.mask.argmax())].tobytes()

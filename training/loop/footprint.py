@@ -21,7 +21,8 @@ SHARES = (2, 4, 8)  # numbers of processes that an estimate covers
 
 def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
     """Bytes of each part of a step on a batch of this shape [B,T]; of several processes, those of one, with DDP or with
-    a target that they share."""
+    a target that they share.
+    """
     target, drafter, config = trainer.target, trainer.drafter, trainer.config
     learning = [p for p in trainer.parameters.values() if p.requires_grad]
     moments = sum(
@@ -52,7 +53,8 @@ def stored(module: Any) -> int:
 
 def shared_target(target) -> dict[int, int]:
     """Bytes of the target's weights in each of several processes that share it, by their number, where its heads can be
-    divided. {} for what transformers has no plan for, and for quantised weights."""
+    divided. {} for what transformers has no plan for, and for quantised weights.
+    """
     from transformers import AutoConfig
 
     from specdec.model.hf_parallel import misfit, shares, sketch
@@ -70,7 +72,8 @@ def shared_target(target) -> dict[int, int]:
 
 def spread_target(target) -> dict[str, int]:
     """Bytes of the target's weights by device; {} if all are on one. 'elsewhere' are weights that a device_map has put
-    into memory or on disk, from which they are loaded for a layer's forward."""
+    into memory or on disk, from which they are loaded for a layer's forward.
+    """
     found: dict[str, int] = {}
     for parameter in target.parameters():
         place = "elsewhere" if parameter.device.type == "meta" else str(parameter.device)
@@ -80,7 +83,8 @@ def spread_target(target) -> dict[str, int]:
 
 def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:
     """Bytes that an objective's unroll over a batch [B,T] keeps for its backward pass, found by running it on tensors
-    without contents."""
+    without contents.
+    """
     tensors = list(itertools.chain(drafter.parameters(), drafter.buffers()))
     twin = copy.deepcopy(drafter, {id(t): t for t in tensors})  # its tables of positions become ones without contents
     twin.documents = None

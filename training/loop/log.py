@@ -21,7 +21,8 @@ class RunLog:
 
     def write(self, split: str, when: dict[str, float], scalars: dict[str, float], values: dict[str, Tensor]) -> dict:
         """Append a row, and return it. when: `step`, and other measures of progress; values: by name, one for
-        each step of the unroll."""
+        each step of the unroll.
+        """
         lists = {key: value.tolist() for key, value in values.items()}
         row = {"split": split} | when | scalars | {key: [round(v, 5) for v in each] for key, each in lists.items()}
         if self.writes:
@@ -34,7 +35,8 @@ class RunLog:
 
     def forget_after(self, step: int) -> None:
         """Drop the rows of later steps than a checkpoint's, which will come again. So will a rollout or a switch at its
-        very step."""
+        very step.
+        """
         rows = read_log(self.path) if self.path.exists() else []
         rows = [row for row in rows if row["step"] < step + (row["split"] not in ("rollout", "switch"))]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -43,7 +45,8 @@ class RunLog:
 def read_log(path: Path) -> list[dict]:
     """Rows of a log.jsonl; a last line that was cut while it was written is left out.
 
-    Raises ValueError, one sentence, for a line that is no row of a log."""
+    Raises ValueError, one sentence, for a line that is no row of a log.
+    """
     from specdec.training.loop.log_row import LogRow  # here: only readers need pydantic
 
     rows = []

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.training.loop.weights import full, sharded_as
 
@@ -13,9 +14,11 @@ from specdec.training.loop.weights import full, sharded_as
 class Muon(torch.optim.Muon):
     """torch's own (Jordan et al. 2024), but for its products in bf16: a CPU that has none takes them in fp32.
 
-    For such a processor torch multiplies bf16 in a plain loop, which took half of a training step."""
+    For such a processor torch multiplies bf16 in a plain loop, which took half of a training step.
+    """
 
     @torch.no_grad()
+    @override
     def step(self, closure=None):
         if fast_bf16(self.param_groups[0]["params"][0].device):
             return super().step(closure)
@@ -68,7 +71,8 @@ class Optimizers:
         not_muon: tuple[str, ...] = ("head", "embed"),
     ):
         """parameters: (name, parameter). muon_lr None: no Muon. A matrix whose name contains a word of `not_muon` is a
-        table of tokens, for which Muon is not meant."""
+        table of tokens, for which Muon is not meant.
+        """
         named = [(n, p) for n, p in parameters if p.requires_grad]
         muon = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in not_muon)]
         chosen = {id(p) for p in muon}
@@ -81,7 +85,8 @@ class Optimizers:
 
     def step(self, scale: float, clip: float) -> float:
         """Clip the gradient's norm to `clip` and step, with the learning rates times `scale`. Returns the norm before
-        clipping; if that is not finite nothing is stepped."""
+        clipping; if that is not finite nothing is stepped.
+        """
         norm = full(torch.nn.utils.clip_grad_norm_(self.parameters, clip)).item()
         if not math.isfinite(norm):
             return norm

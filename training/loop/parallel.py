@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.training.objectives.teacher import TeacherLogits
 
@@ -34,6 +35,7 @@ class Learner(nn.Module):
         super().__init__()
         self.drafter, self.objective = drafter, objective
 
+    @override
     def forward(self, **features: Tensor | TeacherLogits) -> tuple[Tensor, dict[str, Tensor]]:
         return self.objective(self.drafter, **features)
 
@@ -63,7 +65,8 @@ class Processes:
 
     def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
         """Around forward and backward of one of several batches of a step: gradients are shared with the last one only.
-        module: what `wrap` gave."""
+        module: what `wrap` gave.
+        """
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -86,6 +89,7 @@ class Together(Processes):
         super().__init__(accelerator.process_index, accelerator.num_processes, device)
         self.accelerator = accelerator
 
+    @override
     def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
         if fsdp:
             from torch.distributed.device_mesh import init_device_mesh
@@ -98,6 +102,7 @@ class Together(Processes):
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, buffers)
         return self.accelerator.prepare_model(module)
 
+    @override
     def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
         from torch.distributed.fsdp import FSDPModule
 
@@ -106,12 +111,15 @@ class Together(Processes):
             return nullcontext()
         return nullcontext() if last else self.accelerator.no_sync(module)
 
+    @override
     def backward(self, loss: Tensor) -> None:
         self.accelerator.backward(loss)
 
+    @override
     def sum(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values, "sum")
 
+    @override
     def gather(self, own: list) -> list:
         from accelerate.utils import gather_object
 
@@ -121,27 +129,33 @@ class Together(Processes):
 class Replicas(Together):
     """One of several processes that share one target and train the same drafter on the same batches. So `number` and
     `count` are 0 and 1, for data loading. Gradients are averaged, too: the order of a GPU's sums is random, and
-    the drafters would drift apart."""
+    the drafters would drift apart.
+    """
 
     def __init__(self, accelerator: "Accelerator", device: str):
         super().__init__(accelerator, device)
         self.rank, self.world = 0, 1
 
     @property
+    @override
     def main(self) -> bool:
         return self.accelerator.is_main_process
 
+    @override
     def wait(self) -> None:
         self.accelerator.wait_for_everyone()
 
+    @override
     def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
         if fsdp:
             raise ValueError("trainer.fsdp=true contradicts tp_plan: every process trains the same drafter")
         return super().wrap(module, fsdp)
 
+    @override
     def sum(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values, "mean")  # of equal ones; whether any is asked to stop is above 0
 
+    @override
     def gather(self, own: list) -> list:
         return own
 
@@ -175,7 +189,8 @@ def join_processes(device: str, tp_plan: str | None = None) -> Processes:
 @dataclass
 class Sums:
     """Sums of several batches' values, each times the batch's number of counted positions, from which means over all
-    positions are made."""
+    positions are made.
+    """
 
     total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, then the metrics, flat
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -189,7 +204,8 @@ class Sums:
 
     def means(self, processes: Processes) -> tuple[float, float, bool, tuple[int, int], dict[str, Tensor]]:
         """Of all processes: counted positions, mean loss, whether any was asked to stop, (padded, learnt) tokens, and
-        mean metrics. Every process must call it."""
+        mean metrics. Every process must call it.
+        """
         if self.total is None:
             raise ValueError("there is nothing to take the mean of")
         total = processes.sum(self.total).cpu()

@@ -30,7 +30,8 @@ def check_same_run(config: DictConfig, out: Path) -> list[str]:
     """Compare settings with those of the run in `out`; a run without config.yaml is not looked at.
 
     Returns the differing settings, without changing the run, as 'NAME was A and is B'. Raises ValueError, which names
-    them, if one changes the run."""
+    them, if one changes the run.
+    """
     if not (out / "config.yaml").is_file():
         return []
     before = dict(_flat(read_yaml(out / "config.yaml", "settings")))

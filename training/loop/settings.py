@@ -84,7 +84,8 @@ class TrainerConfig:
     def over(self, batches: float) -> "TrainerConfig":
         """The same with `steps`, for data of so many batches an epoch in each process.
 
-        What sets neither steps nor epochs takes `EPOCHS`."""
+        What sets neither steps nor epochs takes `EPOCHS`.
+        """
         if self.steps is not None:
             return self
         steps = math.ceil((self.epochs or EPOCHS) * batches / self.accumulate)

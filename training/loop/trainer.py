@@ -32,12 +32,12 @@ from specdec.training.loop.weights import fill, shell
 
 
 class Trainer:
-    """Trains `drafter` for `target`. It writes into the folder `out`: checkpoints/ to resume from, draft/ and best/ in
-    the published layout, log.jsonl and curves.png.
+    """Train `drafter` for `target`, and write the run into the folder `out`.
 
-    A step takes `accumulate` batches in each of `processes`. Its gradient is that of the mean loss over all positions
-    that count in these batches, however the batches are spread over processes. What is random in a batch depends on the
-    seed and the batch's number alone, so resuming and the number of processes do not change it.
+    The folder has checkpoints/ to resume from, draft/ and best/ in the published layout, log.jsonl and curves.png. A
+    step takes `accumulate` batches in each of `processes`. Its gradient is that of the mean loss over all positions
+    that count in these batches. Random draws for a batch depend only on the seed and its number, so resuming and the
+    number of processes do not change them.
     """
 
     def __init__(
@@ -56,7 +56,8 @@ class Trainer:
         data_signature: str | None = None,
     ):
         """run_config: for loggers. features: `online_features`, or a function that gives the same from elsewhere.
-        data_signature: of the training data; a checkpoint of other data is refused. None: it is not checked."""
+        data_signature: of the training data; a checkpoint of other data is refused. None: it is not checked.
+        """
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data: Batches | Rollouts = train
@@ -95,12 +96,14 @@ class Trainer:
 
     @property
     def main(self) -> bool:
+        """Whether this process prints and writes."""
         return self.processes.main
 
     def train(self) -> dict:
         """Run to the last step, or until a signal asks to stop, and save. Returns the last metrics.
 
-        Raises ValueError if the disk does not take what is written, or if loss or gradient are not finite."""
+        Raises ValueError if the disk does not take what is written, or if loss or gradient are not finite.
+        """
         try:
             with self.signals:
                 return self._run()
@@ -167,8 +170,7 @@ class Trainer:
             yield list(itertools.islice(own, self.config.accumulate))
 
     def _step(self, group: list[Batch]) -> tuple[dict[str, Tensor], bool, dict[str, float]]:
-        """One optimiser step on this process's batches. Returns metrics by step of the unroll, whether any process was
-        asked to stop, and what else is logged."""
+        """Take one optimiser step; return metrics by step of the unroll, whether to stop, and other values to log."""
         config, world, sums, losses = self.config, self.processes.world, Sums(), []
         self.objective.progress = self.step / config.length
         for i, batch in enumerate(group):
@@ -287,8 +289,7 @@ class Trainer:
             draw_curves(self.log.path, self.out / "curves.png")
 
     def resume(self) -> None:
-        """Continue from the newest sound checkpoint in `out`. Raises ValueError if there is none, or if it is of
-        another drafter."""
+        """Continue from the newest sound checkpoint in `out`; ValueError if there is none or the drafter differs."""
         path, state = read_newest(self.out, warn=self.main)
         restore(self, state, path)
         if self.main:

@@ -12,7 +12,8 @@ Module = TypeVar("Module", bound=nn.Module)
 
 def is_shard(value: Any) -> bool:
     """Whether a process holds a part of this tensor only (DTensor). A process that shards has imported torch's module
-    for it; others need not, as that takes a second."""
+    for it; others need not, as that takes a second.
+    """
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)
 

@@ -66,7 +66,8 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
 def draw_visible(base: float, anchors: Tensor, rows: int) -> Tensor:
     """Draw how many tokens the block after each anchor [B,A] sees, including the anchor: 2 to rows - 1 of a block of
-    `rows` rows, n with a probability in proportion to base^n (VP-Drafter, arXiv 2606.04446)."""
+    `rows` rows, n with a probability in proportion to base^n (VP-Drafter, arXiv 2606.04446).
+    """
     least = min(2, rows - 1)
     odds = base ** torch.arange(least, max(rows, least + 1), device=anchors.device, dtype=torch.float32)
     drawn = torch.multinomial(odds, anchors.numel(), replacement=True, generator=_generator(anchors.device))
@@ -106,7 +107,7 @@ def slots(
 
 
 def gathered(anchors: Tensor, mask: Tensor, visible: Tensor | None = None) -> Slots:
-    """anchors [B,A] and what their slots count [B,A,W] -> the blocks in which anything does."""
+    """Return the blocks in which any slot counts, from anchors [B,A] and the weights of their slots [B,A,W]."""
     row, place = (mask > 0).any(-1).nonzero(as_tuple=True)
     chosen = row, place
     column = anchors[chosen][:, None] + torch.arange(mask.shape[2], device=anchors.device)

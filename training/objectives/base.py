@@ -140,7 +140,7 @@ class Objective:
         return value, slope, total
 
     def noisy(self, feats: Tensor) -> Tensor:
-        """feats [B,T,F] with noise, unless gradients are off: evaluation adds none."""
+        """Return the features [B,T,F] with noise, or unchanged while gradients are off, as in evaluation."""
         if not self.noise or not torch.is_grad_enabled():
             return feats
         width = self.noise * (self.noise_length / feats.shape[1] if self.noise_length else 1)
@@ -175,7 +175,7 @@ class Positions:
     """
 
     def __init__(self, counted: Tensor, steps: int, mean: str):
-        """counted [B,T]: what each position weighs, 0 if it does not count. mean: see `Objective`.
+        """Take the weight of each position, `counted` [B,T], 0 if it does not count. mean: see `Objective`.
 
         `nonzero` waits for the device, once a training step, and in return only what counts is computed.
         """
@@ -196,7 +196,7 @@ class Positions:
         return needed
 
     def rows(self, x: Tensor, j: int) -> Tensor:
-        """x [B,T,.] at the positions from which step j drafts -> [n,.]."""
+        """Return x [B,T,.] at the positions from which step j drafts, [n,.]."""
         return x[self.source(j)]
 
     def source(self, j: int) -> tuple[Tensor, Tensor]:
@@ -208,7 +208,7 @@ class TermsJudge:
     """What the judges of `head_loss` share: the teacher of a batch, and gradients of an objective's terms."""
 
     def __init__(self, objective: Objective, vocab, teacher_logits: TeacherLogits, labels: Tensor):
-        """labels [B,T]: see `Teacher`."""
+        """Take the labels [B,T] that `Teacher` describes."""
         self.objective, self.vocab, self.teacher_logits, self.labels = objective, vocab, teacher_logits, labels
 
     def read(self, row: Tensor, column: Tensor, summarised: bool = False) -> Teacher | TopTeacher:

@@ -1,11 +1,13 @@
 """The objective of drafters that guess a block at once: DFlash, DSpark, JetSpec (arXiv 2602.06036, 2607.05147,
-2606.18394)."""
+2606.18394).
+"""
 
 from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Drafter
 from specdec.drafters.dflash import BlockDrafter
@@ -125,7 +127,8 @@ class BlockObjective(Objective):
 
     def _heads(self, drafter, blocks: Blocks, slots: Tensor, reads: Tensor, judge: "_Slots", texts: int) -> Iterator:
         """The losses of the confidence head and the selector, in addition to the terms, each with its metric's name
-        and the loss by slot. slots [n,W,H], reads [n,W,R]: of the blocks that count."""
+        and the loss by slot. slots [n,W,H], reads [n,W,R]: of the blocks that count.
+        """
         counted = judge.weights.sum(0).clamp(min=1e-6)
         if blocks.confidence is not None:
             sure = blocks.confidence[judge.slots.chosen].float()
@@ -147,6 +150,7 @@ class BlockObjective(Objective):
         shown = None if self.visible is None else draw_visible(self.visible, drawn[0], drafter.switches.rows)
         return slots(*drawn, drafter.block, self.counts, loss_mask, documents, weights, shown)
 
+    @override
     def readouts(self, drafter: BlockDrafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
         count = min(self.anchors, tokens.shape[1])
         return [drafter.blocks(feats, tokens, torch.arange(count).expand(len(tokens), -1)).readout]

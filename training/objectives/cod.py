@@ -48,7 +48,8 @@ def by_anchor(drawn: Tensor, documents: Tensor, earliest: int) -> Tensor:
     """[B,T+1,depths] bool, at [b,p+1,d]: the drawn rows [B,T,depths] by their anchor p, which is -1 for a chain with
     nothing before it.
 
-    Rows that leave the anchor's document [B,T] are left out, and those of anchors before place `earliest` of theirs."""
+    Rows that leave the anchor's document [B,T] are left out, and those of anchors before place `earliest` of theirs.
+    """
     b, t, depths = drawn.shape
     anchors = torch.arange(-1, t, device=documents.device).clamp(min=0)
     may = F.pad(document_positions(documents) >= earliest, (1, 0), value=earliest < 0)

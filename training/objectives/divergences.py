@@ -22,7 +22,8 @@ def kl(student: Student, teacher: Teacher, temperature: float = 1.0) -> Value:
     """KL(p || q) = sum p log(p/q): the cross-entropy less the teacher's own entropy, with the same gradient.
 
     With a temperature T it is T^2 KL(p' || q'), where p' and q' are p and q at that temperature: the slope is then of
-    the same size at any T (arXiv 1503.02531)."""
+    the same size at any T (arXiv 1503.02531).
+    """
     if temperature == 1:
         value, slope, total = ce(student, teacher)
         return value - teacher.entropy[:, None], slope, total
@@ -55,7 +56,8 @@ def jsd(student: Student, teacher: Teacher) -> Value:
 def tv(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
     """Total variation 1 - sum min(p, q). Over all V tokens it is the chance that rejection sampling rejects a draft.
 
-    renormalised: let p sum to 1 over the draft vocabulary, as the library speculators does."""
+    renormalised: let p sum to 1 over the draft vocabulary, as the library speculators does.
+    """
     p = (teacher.p / teacher.mass[:, None] if renormalised else teacher.whole)[:, None]
     slope = -student.q * (student.q < p)
     return 1 - torch.minimum(student.q, p).sum(-1), slope, slope.sum(-1)
@@ -63,7 +65,7 @@ def tv(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
 
 @term
 def l1(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
-    """sum |p - q| over all V tokens, twice the total variation (see `tv`): DSpark's distance."""
+    """Sum |p - q| over all V tokens, twice the total variation (see `tv`): DSpark's distance."""
     value, slope, total = tv(student, teacher, renormalised)
     return 2 * value, 2 * slope, 2 * total
 
@@ -83,7 +85,8 @@ def tokens(student: Student, teacher: Teacher) -> Value:
 @term
 def top_k(student: Student, teacher: Teacher, k: int = 10) -> Value:
     """-sum p log q over p's k most likely tokens; neither p nor q is renormalised over them (HASS, arXiv 2408.15766,
-    section 3.1; `train/main_hass.py`)."""
+    section 3.1; `train/main_hass.py`).
+    """
     p, ids = teacher.top(k)
     slope = p.new_zeros(len(p), student.logits.shape[-1]).scatter_(1, ids, -p)
     mass = p.sum(-1, keepdim=True)
@@ -96,7 +99,8 @@ def top_k(student: Student, teacher: Teacher, k: int = 10) -> Value:
 def lk(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
     """-log alpha, with alpha = sum min(p, q) over all V tokens the chance that a draft is accepted (arXiv 2602.23881).
 
-    Its gradient is that of the total variation divided by alpha: large where little is accepted."""
+    Its gradient is that of the total variation divided by alpha: large where little is accepted.
+    """
     rejected, slope, total = tv(student, teacher, renormalised)
     alpha = (1 - rejected).clamp(min=LEAST)
     return -alpha.log(), slope / alpha[..., None], total / alpha
@@ -106,10 +110,9 @@ def lk(student: Student, teacher: Teacher, renormalised: bool = False) -> Value:
 def lk_hybrid(
     student: Student, teacher: Teacher, scale: float = 1.0, decay: float = 3.0, renormalised: bool = False
 ) -> Value:
-    """w KL(p || q) + (1 - w) (1 - alpha), where w = scale exp(-decay alpha) is a constant for the gradient; alpha: see
-    `lk`.
+    """Return w KL(p || q) + (1 - w) (1 - alpha), where w = scale exp(-decay alpha) has no gradient.
 
-    decay = 3 is the paper's best and speculators' default; SpecForge's is 1.
+    For alpha see `lk`. decay = 3 is the paper's best value and the default of speculators; SpecForge's is 1.
     """
     rejected, slope, total = tv(student, teacher, renormalised)
     distance, pull, pull_total = kl(student, teacher)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.eagle import Eagle
@@ -47,6 +48,7 @@ class EagleObjective(Objective):
             )
         return super().__call__(drafter, *inputs, **named)
 
+    @override
     def extra_terms(self, states: list[DraftState], feats: Tensor, batch: Positions) -> tuple[Tensor, dict]:
         wanted = feats[batch.row, batch.column]
         losses = torch.stack([

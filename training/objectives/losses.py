@@ -66,7 +66,8 @@ class Judge(Protocol):
         product is the gradient by the logits.
 
         The scale is apart because it is cheaper to multiply into the narrower matrices that the slope is multiplied
-        with."""
+        with.
+        """
 
 
 class _HeadLoss(torch.autograd.Function):

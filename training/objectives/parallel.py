@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Drafter
 from specdec.drafters.parallel import ParallelDrafter
@@ -111,12 +112,14 @@ class ParallelObjective(Objective):
         drawn = sample(learnt, drafter.block, self.share, self.least_share, self.anchors, self.pool)
         return by_anchor(drawn, documents, drafter.earliest)
 
+    @override
     def noisy(self, feats: Tensor) -> Tensor:
         feats = super().noisy(feats)
         if not self.drop or not torch.is_grad_enabled():
             return feats
         return feats * (torch.rand(len(feats), 1, 1, device=feats.device) >= self.drop)
 
+    @override
     def readouts(self, drafter: ParallelDrafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
         drafter.first_tokens = tokens[:, 0]
         width = tokens.shape[1]
@@ -142,7 +145,8 @@ def sampled(drawn: Tensor) -> Sampled:
 
 def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For 1, 2, ... columns back from the n rows: rows and columns of the texts [n], and whether a mask token of the
-    chain replaces the token that the target predicts there [n]."""
+    chain replaces the token that the target predicts there [n].
+    """
     at = [rows.column - back for back in range(1, max(rows.lengths))]
     return [(rows.row, x.clamp(min=0), (rows.depth >= back) & (x >= 0)) for back, x in enumerate(at, start=1)]
 
@@ -150,7 +154,8 @@ def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
 def teacher_logprobs(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
     """[B,T] the target's log-probability of the token after each column that `before` looks at, elsewhere 0.
 
-    following [B,T]: these tokens."""
+    following [B,T]: these tokens.
+    """
     if isinstance(teacher_logits, TopTokens):
         raise ValueError("objective.weights=teacher needs all of the target's logits: make a cache with keep=null")
     known = torch.zeros(following.shape, device=following.device)

@@ -1,5 +1,6 @@
 """The loss of a selector (DFlash2): cross-entropy over the candidates of each slot, with the text's own token before
-it."""
+it.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +25,11 @@ class Candidates:
         self.chooses, self.missing = chooses, missing
 
     def meet(self, rows: slice, logits: Tensor, labels: Tensor, choice: Tensor) -> None:
-        """logits [n*W,1,U] of blocks `rows`; draft ids [n*W] of the text's token, -1 for none, and of the target's
-        best token."""
+        """Store the best tokens of blocks `rows` by logits [n*W,1,U], and the place of the token to choose among them.
+
+        `labels` [n*W] are draft ids of the text's token, -1 for none, and `choice` [n*W] those of the target's best
+        token.
+        """
         ids = logits[:, 0].topk(self.ids.shape[2]).indices
         wanted = (labels if self.chooses == "text" else choice)[:, None]
         there = ids == wanted
@@ -42,7 +46,8 @@ class Candidates:
 
     def losses(self, base: Tensor, low: Tensor, head: Tensor, selector: Tensor) -> Tensor:
         """[n,W] cross-entropy of slots, 0 where it is not known: base [n,W,H] and low [n,W,R] are what the backbone's
-        head [U,H] and the selector's [U,R] read. Some blocks at a time, and once more for gradients."""
+        head [U,H] and the selector's [U,R] read. Some blocks at a time, and once more for gradients.
+        """
 
         def of(rows: slice) -> Tensor:
             ids, x, y = self.ids[rows], base[rows], low[rows]

@@ -21,10 +21,11 @@ class Student:
     """The distribution q = softmax(logits): what the drafter says at n positions, in J steps of the unroll.
 
     Each quantity is computed when a term first asks for it, as passes over the vocabulary are
-    most of a training step's time on a CPU."""
+    most of a training step's time on a CPU.
+    """
 
     def __init__(self, logits: Tensor):
-        """logits [n,J,U]"""
+        """Take the drafter's logits [n,J,U] of J steps."""
         self.logits = logits
         self.top, self.best = largest(logits)  # [n,J]
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.training.objectives.base import Objective
 from specdec.training.objectives.terms import Weight
@@ -21,5 +22,6 @@ class TokensObjective(Objective):
         super().__init__(terms or {"tokens": 1.0}, steps=steps, decay=decay, **settings)
         self.step_weights = [w / sum(self.step_weights) for w in self.step_weights]
 
+    @override
     def positions(self, vocab, teacher_logits, labels: Tensor, loss_mask: Tensor) -> Tensor:
         return (labels >= 0).float()

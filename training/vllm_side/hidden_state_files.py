@@ -59,7 +59,7 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
     # In the workers
 
     def get_finished(self, finished_req_ids: set[str]):
-        """vLLM frees a request's blocks when this has named it. Its states are copied then, and written soon after."""
+        """Return finished requests, whose blocks vLLM then frees. Their states are copied, and are written soon."""
         if self.has_connector_metadata():
             for pending in self._get_connector_metadata().pending_saves:
                 if self._is_tp_rank_zero:

@@ -112,7 +112,8 @@ def repeats(tokens: Sequence[int]) -> list[bool]:
 def unlikelihood(model: LlamaForCausalLM, rows: Sequence[tuple[list[int], list[int]]]) -> Tensor:
     """Return the mean of -log(1 - p) over the repeats in answers (Welleck et al. 2020, arXiv 1908.04319); 0 of none.
 
-    rows: the ids of a question and of its answer."""
+    rows: the ids of a question and of its answer.
+    """
     bad = [[False] * len(question) + repeats(answer) for question, answer in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad([torch.tensor([*question, *answer]) for question, answer in rows], batch_first=True)

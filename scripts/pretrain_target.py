@@ -50,7 +50,8 @@ def draw_questions(conversations: list[list[Message]], count: int) -> list[Messa
     """Draw first messages of users with replacement, in proportion to the length of their answers.
 
     Otherwise a drafter would mostly see one-line dialogues. Raises ValueError if no conversation begins with a question
-    and an answer."""
+    and an answer.
+    """
     pairs = [c for c in conversations if len(c) > 1 and c[0]["role"] == "user"]
     if not pairs:
         raise ValueError("no conversation of the data begins with a question and an answer")

@@ -16,6 +16,7 @@ CHAT = {"chat": "generate --chat"}  # what is no command, and where it is
 
 
 def first(name: str) -> str:
+    """Return the first word of a command's name, which is its group if it has one."""
     return name.partition(" ")[0]
 
 
@@ -40,8 +41,13 @@ def overview(group: str = "") -> str:
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """Return the command that a line names, by up to three words, and the words after it. An old name becomes the new
-    one. Raises ValueError if there is no such command."""
+    """Return the command that a command line names, by up to three words, and the words after it.
+
+    An old name is replaced by the new one.
+
+    Raises:
+        ValueError: There is no such command.
+    """
     for count in range(LONGEST, 0, -1):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name, words[count:]
@@ -51,7 +57,7 @@ def split(words: list[str]) -> tuple[str, list[str]]:
 
 
 def _group(words: list[str]) -> tuple[str, list[str]]:
-    """The same for a line that names a group of commands, or nothing."""
+    """Do the same as `split` for a line that names a group of commands, or nothing known."""
     name, rest = words[0], words[1:]
     if name in GROUPS and (not rest or rest[0] in ("-h", "--help")):
         return name, rest
@@ -80,6 +86,7 @@ def installation() -> str:
 
 @one_sentence_errors
 def main(argv: list[str] | None = None) -> None:
+    """Run the command that `argv` (default: `sys.argv[1:]`) names, or print help or the version."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if words[0] in ("-h", "--help", "help"):
         print(overview())

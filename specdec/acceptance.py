@@ -39,6 +39,7 @@ class AlongTexts:
     texts: tuple[str, ...]  # type: ignore[misc]  # of each answer, a word for each token but the last
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a field out of range, or for a word that is no list of ranks below `topk`."""
         check(type(self), vars(self), "")
         for text in self.texts:
             for word in text.split():
@@ -57,8 +58,11 @@ class AlongTexts:
         return not any(self.places)
 
     def table(self) -> list[list[float]]:
-        """Conditional acceptance, accept[d-1][r]: how often the child of rank r at depth d is the answer's token, of
-        the places that reached depth d, where the tokens before were children too. Every place counts once."""
+        """Return conditional acceptance rates: [d-1][r] for the child of rank r at depth d.
+
+        The rate is the share of places where the answer's token at depth d is that child. Only places count that
+        reached depth d, so the tokens before were children too. Every place has the same weight.
+        """
         hits = [[0] * self.topk for _ in range(self.steps)]
         tries = [0] * self.steps
         for words in self.places:
@@ -73,7 +77,8 @@ class AlongTexts:
         """Tokens a round of the static tree of these paths of ranks, had it drafted along the answers.
 
         batch: number of answers of equal length that are decoded together. The batch runs until its slowest answer has
-        ended, so the largest number of rounds per token counts, averaged over all choices of answers."""
+        ended, so the largest number of rounds per token counts, averaged over all choices of answers.
+        """
         nodes = {"".join(DIGITS[rank] for rank in path) for path in paths}
 
         def accepted(words: list[str], at: int) -> int:
@@ -113,8 +118,10 @@ class Acceptance:
     about: str = ""  # what was answered, in words
 
     def tau(self, paths: Sequence[Sequence[int]], temperature: float, batch: int = 1) -> float:
-        """tau of a static tree, as `AlongTexts.tau`; between two measured temperatures on the line between theirs,
-        beyond them the nearest one's."""
+        """Return tau of a static tree, as `AlongTexts.tau` does, at any temperature.
+
+        Between two measured temperatures tau is interpolated linearly. Outside of them it is that of the nearest one.
+        """
         below = [m for m in self.measured if m.temperature <= temperature] or [self.measured[0]]
         above = [m for m in self.measured if m.temperature >= temperature] or [self.measured[-1]]
         low, high = below[-1], above[0]
@@ -124,6 +131,7 @@ class Acceptance:
         return (1 - share) * low.tau(paths, batch) + share * high.tau(paths, batch)
 
     def nearest(self, temperature: float) -> AlongTexts:
+        """Return the measurement whose temperature is nearest to `temperature`."""
         return min(self.measured, key=lambda m: abs(m.temperature - temperature))
 
     def as_text(self) -> str:

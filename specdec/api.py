@@ -133,22 +133,17 @@ def generate(
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
-    Settings from `temperature` to `frequency_penalty` are those of `Sampling`. `max_new_tokens` and those after
-    `sampling` are those of `answer`.
-
-    Args:
-        target: The model, or its name: a folder, a hub name, a GGUF file, `demo/target`, or a model of transformers.
-        prompts: A text, a list of messages or a list of token ids; or a list of these.
-        drafter: The drafter, or its name: a folder, a hub name, `demo/mtp`, `ngram`. None decodes plainly.
-        tree: The draft tree: a text ("4/5/16"), the numbers (topk, steps, num_draft_tokens), or a tree.
-        topk: Nodes expanded per level, and children per node, instead of `tree`.
-        steps: Levels of the tree, instead of `tree`.
-        num_draft_tokens: Nodes that the target verifies, including the root, instead of `tree`.
-        verifier: The rule that accepts drafted tokens, or its name. The default is lossless with any tree.
-        children: Children of a node above temperature 0: `likeliest`, `coupled` or `drawn`. None fits the verifier.
-        adaptive: A policy that chooses the tree of every round, or its name: `fixed`, `table`, `ema`, `survival`.
-        graphs: Capture rounds as CUDA graphs, see `Engine`.
-        compile: Compile rounds with Inductor, see `Engine`.
+    - `target`: The model, or its name: a folder, a hub name, a GGUF file, `demo/target`, or a model of transformers.
+    - `prompts`: A text, a list of messages or a list of token ids; or a list of these.
+    - `drafter`: The drafter, or its name: a folder, a hub name, `demo/mtp`, `ngram`. None decodes plainly.
+    - `tree`: The draft tree: a text ("4/5/16"), the numbers (topk, steps, num_draft_tokens), or a tree.
+    - `topk`, `steps`, `num_draft_tokens`: Children per node, levels, and nodes including the root, instead of `tree`.
+    - `verifier`: The rule that accepts drafted tokens, or its name. The default is lossless with any tree.
+    - `children`: Children of a node above temperature 0: `likeliest`, `coupled` or `drawn`. None fits the verifier.
+    - `adaptive`: A policy that chooses the tree of every round, or its name: `fixed`, `table`, `ema`, `survival`.
+    - `graphs`, `compile`: Capture rounds as CUDA graphs, compile them with Inductor, see `Engine`.
+    - `temperature` to `frequency_penalty`: Fields of `Sampling`, instead of `sampling`.
+    - `sampling`, `max_new_tokens`, and `stop` to `observer`: As in `answer`.
 
     Example:
         >>> generate("demo/target", "What is a tree?", "demo/mtp", tree=(1, 3, 4), seed=7).tau  # doctest: +SKIP

@@ -98,8 +98,14 @@ def check_drafter(drafter: Any) -> None:
 
 
 def as_tree(tree: Any, drafter: Drafter | None, **words: int | None) -> TreePolicy | None:
-    """A policy; a text is read as `parse_tree` does, and three numbers are topk, steps and num_draft_tokens. The
-    default has no more levels than the drafter guesses ahead. words: topk, steps and num_draft_tokens instead."""
+    """Return a tree policy, or None for plain decoding.
+
+    Args:
+        tree: A policy; a text for `parse_tree`; or the three numbers topk, steps and num_draft_tokens. None: the
+            default tree, with no more levels than the drafter can draft.
+        drafter: The drafter that drafts the tree; None without one.
+        **words: topk, steps and num_draft_tokens instead of `tree`.
+    """
     given: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
     if tree is not None and given:
         raise ValueError(f"{next(iter(given))} contradicts tree: give one of the two")
@@ -131,7 +137,8 @@ def as_sampling(
 ) -> Sampling | list[Sampling] | None:
     """The sampling that is asked for, as it is or by the fields of `Sampling`.
 
-    Raises ValueError for both at once, for another field, and for a value of another type."""
+    Raises ValueError for both at once, for another field, and for a value of another type.
+    """
     known = {f.name: f for f in fields(Sampling)}
     for name, value in words.items():
         if name not in known:

@@ -8,6 +8,7 @@ stay distinct.
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Children, DraftState, TreePolicy, Vocabulary
 from specdec.ops.likely import top
@@ -22,7 +23,8 @@ KINDS = ("likeliest", "coupled", "drawn")
 def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) -> str:
     """Which children trees take above temperature 0: what is wanted, or else what suits the rule best.
 
-    Raises ValueError, one sentence, for what does not fit the rule or the tree."""
+    Raises ValueError, one sentence, for what does not fit the rule or the tree.
+    """
     if wanted is not None and wanted not in KINDS:
         raise ValueError(f"children must be one of {', '.join(KINDS)}, got {wanted!r}")
     other = "drawn" if policy.samples or verifier.needs_q else "likeliest"
@@ -45,6 +47,7 @@ def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) 
 class Likeliest(Children):
     """The drafter's most likely tokens, without temperature, filters or noise."""
 
+    @override
     def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
         return state.top(count)
 
@@ -57,19 +60,26 @@ class Coupled(Children):
 
     The best have the largest s = trust * log q + G, q at the target's temperature and not filtered. `log softmax(s)`
     estimates what a child's log-probability is given the noise: it would be exact if log p - trust * log q were Gumbel
-    noise of scale 1. docs/log.md compares this with other estimates, and has what filters cost."""
+    noise of scale 1. docs/log.md compares this with other estimates, and has what filters cost.
+    """
 
     def __init__(self, noise: RoundNoise, sampling: Sampling | SamplingBatch, trust: float = 1.0):
         """trust: `Drafter.trust`."""
         self.noise, self.sampling, self.trust = noise, sampling, trust
         self.of: tuple[Vocabulary, Tensor] | None = None
 
+    @override
     def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
         return top(self.scores(state.logits, vocab, level), count)
 
     def scores(self, logits: Tensor, vocab: Vocabulary, level: int | slice) -> Tensor:
-        """logits [B,W,U] of nodes of tree level `level`, or of a node of each level of a slice -> log-probabilities
-        [B,W,U] given the noise."""
+        """Return the log-probabilities [B,W,U] of the tokens given the noise.
+
+        Args:
+            logits: The drafter's logits [B,W,U].
+            vocab: The drafter's vocabulary, which selects the columns of the noise.
+            level: The tree level of the W nodes; or a slice with one level for each of the W nodes.
+        """
         levels = level if isinstance(level, slice) else slice(level, level + 1)
         if self.of is None or self.of[0] is not vocab:
             self.of = vocab, self.noise.among(vocab.select)  # [B,D',U]
@@ -83,9 +93,10 @@ class Drawn(Children):
     drawn = True
 
     def __init__(self, noise: RoundNoise | None, sampling: Sampling | SamplingBatch):
-        """noise None: temperature 0, at which the most likely tokens are drawn."""
+        """Noise None: temperature 0, at which the most likely tokens are drawn."""
         self.noise, self.sampling = noise, sampling
 
+    @override
     def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
         probs = filtered_probs(logits, self.sampling)
         # What is denormal cannot be renormalised exactly once the rest is drawn, so it counts as nothing.

@@ -23,10 +23,10 @@ Features = Any  # Tensor [B,P,F] of the target; None for drafters without taps
 
 @dataclass
 class DraftState:
-    """What a drafter knows of W positions: the same in decoding and in training.
+    """State of a drafter at W positions, the same in decoding and in training.
 
-    The logits are not made before they are asked for. A loss makes them in pieces from `readout` and `head`, so that no
-    [B,T,U] tensor need exist, and `top` may do without them.
+    Logits are computed on demand. A loss computes them in pieces from `readout` and `head`, so that no tensor [B,T,U]
+    need exist, and `top` may do without them.
     """
 
     hidden: Tensor  # [B,W,any] what the drafter keeps of each position; a tree policy hands it back to `step`
@@ -38,36 +38,36 @@ class DraftState:
 
     @property
     def logits(self) -> Tensor:
-        """[B,W,U], computed at each access."""
+        """The logits [B,W,U], computed at each access."""
         return self.readout if self.head is None else self.head(self.readout)
 
     def top(self, k: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (fp32) and draft ids [B,W,k] of the k most likely tokens, best first."""
+        """Return log-probabilities (fp32) and draft ids [B,W,k] of the k most likely tokens, best first."""
         return head_topk(self.readout, self.head, k)
 
     def compact(self, index: Tensor) -> "DraftState":
-        """The rows index [B'] only."""
+        """Return the state of the rows `index` [B']."""
         levels = None if self.levels is None else self.levels[index]
         return DraftState(self.hidden[index], self.readout[index], self.head, levels)
 
     def joined(self, other: "DraftState") -> "DraftState":
-        """These rows, and below them the rows of `other`."""
+        """Return the state of these rows, followed by the rows of `other`."""
         levels = None if self.levels is None or other.levels is None else torch.cat([self.levels, other.levels])
         hidden, readout = torch.cat([self.hidden, other.hidden]), torch.cat([self.readout, other.readout])
         return DraftState(hidden, readout, self.head, levels)
 
     def blank(self, rows: int) -> "DraftState":
-        """The state of so many rows of which nothing is known."""
+        """Return a state of zeros for `rows` rows."""
         hidden, readout = (x.new_zeros(rows, *x.shape[1:]) for x in (self.hidden, self.readout))
         levels = None if self.levels is None else self.levels.new_zeros(rows, *self.levels.shape[1:])
         return DraftState(hidden, readout, self.head, levels)
 
     def first(self, count: int) -> "DraftState":
-        """The first `count` of the W positions."""
+        """Return the state of the first `count` of the W positions."""
         return DraftState(self.hidden[:, :count], self.readout[:, :count], self.head)
 
     def slot(self, level: int, width: int) -> "DraftState":
-        """Of a block, the state of `width` nodes of tree level `level` (0: the root): all of them the same."""
+        """Return the state of `width` equal nodes of tree level `level` (0: the root), for a state that is a block."""
         at = slice(level, level + 1)
         return DraftState(
             self.hidden[:, at].expand(-1, width, -1), self.readout[:, at].expand(-1, width, -1), self.head
@@ -82,41 +82,45 @@ class Vocabulary(Protocol):
 
     @property
     def ids(self) -> Tensor | None:
-        """The target's ids [U] of the tokens; None for all."""
+        """The target's ids [U] of the tokens; None for all tokens."""
 
     def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft vocabulary ids -> target vocabulary ids, any shape."""
+        """Map ids of the draft vocabulary to ids of the target's, any shape."""
 
     def from_target(self, target_ids: Tensor) -> Tensor:
-        """Target vocabulary ids -> draft vocabulary ids, any shape; -1 for tokens that cannot be proposed."""
+        """Map ids of the target's vocabulary to draft ids, any shape; -1 for tokens that cannot be proposed."""
 
     def select(self, logits: Tensor) -> Tensor:
-        """Columns of the draft vocabulary: [..., V] -> [..., U]."""
+        """Select the columns of the draft vocabulary: [..., V] -> [..., U]."""
 
 
 class Children:
-    """Which children a tree policy takes (`specdec.children`)."""
+    """Rule by which a tree policy takes the children of a node (`specdec.children`)."""
 
     drawn: bool = False  # from the drafter's distribution: then policies ask `draw`, and say in the tree what it was
 
     def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
-        """The best `count` children of the W nodes of tree level `level` (0: the root), or of a node of each level of a
-        slice: log-probabilities (fp32) and draft ids [B,W,count], best first."""
+        """Return log-probabilities (fp32) and draft ids [B,W,count] of the best children of W nodes, best first.
+
+        `level` is the tree level of the nodes (0: the root), or a slice with the level of each node.
+        """
         raise NotImplementedError
 
     def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
-        """logits [B,W,U] -> the probabilities [B,W,U] that children are drawn from, and `count` draft ids, in order,
-        without replacement. If fewer have a probability above 0, the most likely other tokens follow."""
+        """Draw children without replacement: logits [B,W,U] -> probabilities [B,W,U], draft ids [B,W,count] in order.
+
+        If fewer than `count` tokens have a probability above 0, the most likely other tokens follow.
+        """
         raise NotImplementedError
 
 
 class Drafter(nn.Module):
-    """A draft model. Draft position t holds the feature of token t and the embedding of token t+1, predicts token t+2,
-    and has RoPE position t, in training as in decoding. Heads that guess several tokens ahead at once, or look the
-    continuation up, fit too: what they remember of a position is their `hidden`.
+    """Base class of draft models.
 
-    A drafter that keeps nothing of the rows overrides `extend` and `step`. One that has a cache overrides `reset` and
-    `admit` too, and one that learns `unroll`.
+    Draft position t holds the feature of token t and the embedding of token t+1, predicts token t+2, and has RoPE
+    position t, in training as in decoding. Heads that draft several tokens at once, and lookup drafters, store what
+    they need of a position in `hidden`. A drafter without a cache overrides `extend` and `step`; one with a cache also
+    `reset` and `admit`; one that can be trained also `unroll`.
     """
 
     taps: tuple[int, ...] = ()  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
@@ -152,46 +156,45 @@ class Drafter(nn.Module):
     recipe: Mapping[str, object] | None = None  # how to make this drafter again (`specdec.drafters.formats.recipe`)
 
     def __repr__(self) -> str:
-        """One line: what it reads, what it proposes, and its size."""
+        """Return one line: the hidden states it reads, the tokens it proposes, and its size."""
         taps = f"taps {', '.join(map(str, self.taps))}" if self.taps else "no taps"
         vocab = getattr(self, "vocab", None)
         proposes = f", {vocab.size} of {vocab.target_size} tokens" if vocab is not None else ""
         return f"{type(self).__name__}({taps}{proposes}, {sum(p.numel() for p in self.parameters()):,} parameters)"
 
     def deepest(self, steps: int) -> int:
-        """`steps`, or how many tokens it can guess ahead if those are fewer."""
+        """Return `steps`, or the number of tokens that it can draft ahead if that is smaller."""
         return min(steps, self.max_steps or steps, self.block or steps)
 
     def heads_in_use(self) -> list[LinearMap]:
-        """The heads that make logits over `vocab`; empty for a drafter without any."""
+        """Return the heads that compute logits over `vocab`; empty for a drafter without any."""
         return []
 
     def set_heads(self, heads: list[LinearMap]) -> None:
-        """Put other heads in the place of `heads_in_use`."""
+        """Replace `heads_in_use` by these heads, in the same order."""
         raise ValueError(f"{type(self).__name__} has no head")
 
     def reset(self, rows: int, slots: int) -> None:
-        """Forget everything; make room for `rows` rows of `slots` positions. None of them is in use before it is
-        admitted."""
+        """Drop all state, and make room for `rows` rows of `slots` positions. Rows are in use once admitted."""
 
     def cache_bytes(self, rows: int, slots: int) -> int:
-        """Bytes of what `reset` keeps, for `engine.memory`."""
+        """Return the bytes that `reset` allocates, for `engine.memory`."""
         return 0
 
     def admit(self, row: int, first: Tensor, feats: Features, tokens: Tensor, n: Tensor) -> DraftState:
-        """Prefill: R rows join. They take the places row .. row+R-1; those before are in use already. What was known of
-        the places taken is forgotten.
+        """Prefill R new rows, row .. row+R-1, whose earlier state is dropped, and return their state.
 
-        first [R]: token 0 of each row, the only one that no `extend` brings. The rest is as for `extend`: the first n
-        [R] of T positions, feats [R,T,F], tokens [R,T]. Returns the state of the new rows."""
+        `first` [R] is token 0 of each row, which no `extend` brings. The other arguments are those of `extend`: the
+        first n [R] of T positions, feats [R,T,F], tokens [R,T].
+        """
         return self.extend(feats, tokens, n, tokens.shape[1])
 
     def extend(self, feats: Features, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
-        """Absorb the first n [B] of P committed positions: features [B,P,F] of the target (None without taps), tokens
-        [B,P] one further on.
+        """Absorb the first n [B] of P committed positions, and return the state (W = 1 or block) at the last of them.
 
-        `max_len` is a host-side upper bound of the number of positions absorbed so far, these included. Returns the
-        state (W = 1, or W = block) at the last absorbed position."""
+        feats [B,P,F] are the target's features (None without taps), and tokens [B,P] those one position later.
+        `max_len` is a host-side upper bound of the number of positions absorbed so far, these included.
+        """
         raise NotImplementedError
 
     def compact(self, survivors: Survivors) -> None:
@@ -200,8 +203,10 @@ class Drafter(nn.Module):
             self.cache.compact(survivors)
 
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,any], and which of the
-        level*W nodes given so far each node descends from, itself included: ancestors [B,W,level*W]."""
+        """Expand W nodes of tree level `level` (1-based): tokens [B,W], the parents' hidden [B,W,any].
+
+        ancestors [B,W,level*W]: which of the level*W nodes given so far each node descends from, itself included.
+        """
         raise NotImplementedError
 
     def root(self, first: DraftState) -> DraftState:
@@ -209,15 +214,16 @@ class Drafter(nn.Module):
         return first if self.block is None else first.slot(0, 1)
 
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
-        """What tree policies call: the state of the W nodes of a level, by a `step`, or, if `first`, the state that the
-        tree began with, is a block, by its slot for that level."""
+        """Return the state of the W nodes of a level: from `step`, or for a block from its slot of that level.
+
+        Tree policies call this. `first` is the state that the tree began with.
+        """
         if self.block is None:
             return self.step(tokens, hidden, level, ancestors)
         return first.slot(level, tokens.shape[1])
 
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
-        """Draft a chain: the best token, and the best token after it, `steps` times. Returns target ids and the
-        log-probabilities of the path so far, [B,steps] each."""
+        """Draft a chain of best tokens. Returns target ids and path log-probabilities, [B,steps] each."""
         state, tokens, gains = self.root(first), [], []
         every = first.hidden.new_ones(len(first.hidden), 1, steps, dtype=torch.bool)
         for level in range(1, steps + 1):
@@ -229,55 +235,55 @@ class Drafter(nn.Module):
         return torch.cat(tokens, 1), torch.cat(gains, 1).cumsum(1)
 
     def start_from(self, target: Any) -> None:
-        """Change fresh weights so that it begins with guesses of the target's. Raises ValueError if there is no way."""
+        """Initialise new weights so that drafts start near the target's. Raises ValueError if there is no way."""
         raise ValueError(f"{type(self).__name__} has no start from its target: take init 'random'")
 
     def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
-        """Return logits [B,n] from the confidence head for chain tokens [B,n] after the state `first`: that each token
-        is accepted, given that those before it are."""
+        """Return the confidence head's logits [B,n] that each chain token is accepted, given those before."""
         raise ValueError(f"{type(self).__name__} has no confidence head")
 
     def unroll(self, feats: Features, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
-        """Training, for drafters that learn: the same module at the same positions. feats [B,T,F], tokens [B,T] one
-        position later; yields for j < steps the state (W = T) in which row t has drafted j tokens beyond its own. Of
-        j > 0 the rows that `needed` [B,T] leaves out are not used."""
+        """Yield training states: for each j < steps, the state (W = T) in which row t has drafted j more tokens.
+
+        feats [B,T,F], tokens [B,T] one position later. For j > 0, rows that `needed` [B,T] excludes are not used.
+        """
         raise ValueError(f"{type(self).__name__} has nothing to learn")
 
 
 class TreePolicy(Protocol):
+    """The interface of draft trees: their size, and how they grow."""
+
     @property
     def num_draft_tokens(self) -> int:
-        """N"""
+        """The number N of nodes, including the root."""
 
     @property
     def steps(self) -> int:
-        """D"""
+        """The number D of levels below the root."""
 
     @property
     def topk(self) -> int:
-        """The most children that a node can have."""
+        """The largest number of children of a node."""
 
     @property
     def samples(self) -> bool:
-        """Children can be drawn from the drafter's distribution; the tree then says which (DraftTree.q)."""
+        """Whether children can be drawn from the drafter's distribution, which the tree then holds (`DraftTree.q`)."""
 
     @property
     def marginals(self) -> bool:
-        """The tree needs a block whose slots do not depend on each other's tokens, and calls no `expand`. Then it has
-        `within`, the tree over a block of so many slots."""
+        """Whether the tree needs a block of slots that are independent of each other. It then has `within`."""
 
     def shallower(self, steps: int) -> "TreePolicy":
-        """Return the tree of the first `steps` levels, 1 to D. A tree whose first levels depend on the later ones
-        returns itself, with all levels."""
+        """Return the first `steps` levels, 1 to D; or the whole tree, if these levels depend on later ones."""
 
     def smaller(self, steps: int) -> "TreePolicy":
-        """The tree of this kind that goes `steps` levels deep, 1 to D. It may keep other nodes than this one."""
+        """Return the tree of this kind with `steps` levels, 1 to D. It may have other nodes than this tree."""
 
     def draft_slots(self) -> int:
-        """Cache slots that the drafter needs beyond the committed positions while a tree grows."""
+        """Return the cache slots that the drafter needs beyond the committed positions while a tree grows."""
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
-        """root [B], state with W = 1 -> a tree of N nodes."""
+        """Grow a tree of N nodes from the root tokens [B] and their state (W = 1)."""
 
     def replay(self, recording: Any) -> Any:
-        """What the tree would have accepted at every root of a `specdec.recording.Recording`: its `Accepted`."""
+        """Return the `Accepted` of the tree at every root of a `specdec.recording.Recording`."""

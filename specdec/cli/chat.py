@@ -19,8 +19,10 @@ KEYS = "Ctrl-C stops an answer, Ctrl-D ends."
 
 
 def chat(session: Session) -> None:
-    """Read messages until the end of input, or until Ctrl-C where no answer is being given, which is raised. The
-    history grows with each answer."""
+    """Read messages until the end of input, and answer each with the whole conversation as its prompt.
+
+    Ctrl-C stops a running answer. At the prompt it raises KeyboardInterrupt.
+    """
     if not session.target.tokenizer.chat_template:
         raise ValueError("--chat needs a tokenizer with a chat template, and this target's has none")
     print(banner(session))

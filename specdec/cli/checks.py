@@ -45,8 +45,7 @@ PACKAGES = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "lab bench ser
 
 
 def check(name: str, args: argparse.Namespace) -> None:
-    """Raise ValueError, one sentence, for flags of a command that contradict each other, and for files, models and
-    packages that are not there."""
+    """Raise ValueError for flags that contradict each other, and for missing files, models and packages."""
     _check_together(name, args)
     flags = vars(args)
     if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:

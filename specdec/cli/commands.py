@@ -199,8 +199,11 @@ def parser_of(name: str) -> Parser:
 
 
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
-    """Return the flags of a command, with the name of the command as `command`. Raises ValueError, one sentence, for
-    flags that are unknown, wrong, missing, or contradict each other."""
+    """Return the checked flags of a command, with the command's name as `command`.
+
+    Raises:
+        ValueError: A flag is unknown, wrong, missing, or contradicts another.
+    """
     command = COMMANDS[name]
     words = with_new_names(f"specdec {name}", words, {**OLD_FLAGS, **command.old})
     args = with_settings(parser_of(name), with_slots(command, words))

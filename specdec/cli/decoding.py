@@ -19,8 +19,10 @@ class Decoded:
 
 
 def run_prompts(session: Session) -> Decoded:
-    """Decode every prompt of a session, batch by batch, and show the text on the way. A signal ends it early: the last
-    generation is then of a part, and plain decoding of it is left out."""
+    """Decode every prompt of a session, batch by batch, and print the text as it grows.
+
+    After SIGINT or SIGTERM the last generation is partial, and it has no plain decoding to compare with.
+    """
     args, prompts = session.args, session.prompts
     single = args.batch_size == 1
     if args.compare:  # the first call of each kind pays for memory and code that is loaded then
@@ -47,8 +49,15 @@ def run_prompts(session: Session) -> Decoded:
 
 
 def take_turns(session: Session, first: list[Generation]) -> list[tuple[float, float]]:
-    """Decode all prompts again in silence, speculatively and plainly in turn, where one pass was too short to be timed:
-    up to `LONG_ENOUGH` or `PASSES` in all. first: the generations of the first pass."""
+    """Return tokens per second, speculative and plain, of further silent passes over all prompts.
+
+    A short first pass cannot be timed well. Passes repeat up to `LONG_ENOUGH` seconds or `PASSES` in all, the first
+    included.
+
+    Args:
+        session: Its prompts are decoded again.
+        first: The generations of the first pass.
+    """
     spent, prompts = sum(part.result.seconds for part in first), session.prompts
     turns: list[tuple[float, float]] = []
     size, together = session.args.batch_size, session.args.tp_plan is not None  # whose clocks differ
@@ -66,7 +75,7 @@ def take_turns(session: Session, first: list[Generation]) -> list[tuple[float, f
 
 
 def merged(parts: list[Generation]) -> Generation:
-    """Several generations as if they were one: rows side by side, times added."""
+    """Return several generations as one: rows concatenated, times added."""
     result = parts[0].result
     for part in parts[1:]:
         keys = result.parts.keys() | part.result.parts.keys()

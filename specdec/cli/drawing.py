@@ -9,7 +9,8 @@ def draw(tree: DraftTree, path: list[int], decode, row: int = 0) -> str:
     """An ASCII drawing of the tree of one row.
 
     A node shows its token's text, the probability of its path under the drafter, and a star if it was accepted.
-    path: the accepted nodes. decode: maps a token id to text."""
+    path: the accepted nodes. decode: maps a token id to text.
+    """
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
     logq = None if tree.logq is None else tree.logq[row].tolist()
     children: dict[int, list[int]] = {}

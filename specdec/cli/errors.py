@@ -14,12 +14,14 @@ OF_TORCH = ("DefaultCPUAllocator", "out of memory")  # in what torch says when t
 
 
 def one_sentence_errors(main: Callable) -> Callable:
-    """`main`, with its ValueError printed as 'error: ...' and exit code 2. So is what the system refuses: a file that
-    cannot be read, a full disk behind standard output, memory that is not there. Any other exception is a bug of ours,
-    and keeps its traceback. SIGINT exits with 130, SIGTERM with 143. A reader that went away, as `head` does, is no
-    error.
-    A closed standard stream is an empty one: nothing is read from it, and what is written to it is lost.
-    Of several processes the first one reports the error, and its launcher ends the others."""
+    """Wrap `main` so that a user's mistake prints one sentence and exits with code 2.
+
+    - A ValueError is printed as "error: ...". So are errors of the system: an unreadable file, a full disk, no memory.
+    - Any other exception is a bug of ours, and keeps its traceback.
+    - SIGINT exits with 130, SIGTERM with 143. A closed pipe, as after `| head`, is no error.
+    - A closed standard stream acts as an empty one: reads get nothing, writes are lost.
+    - Of several processes the first one reports the error, and its launcher ends the others.
+    """
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs):
@@ -58,8 +60,7 @@ def one_sentence_errors(main: Callable) -> Callable:
 
 
 def fail(message: str, code: int = 2) -> None:
-    """Print why the process ends, and end it; a user's mistake has the exit code 2. Of several processes the first one
-    prints."""
+    """Print a message and exit, with code 2 for a user's mistake. Of several processes only the first one prints."""
     _speak()
     if first_to_end():
         print(message, file=sys.stderr)
@@ -73,8 +74,10 @@ def _speak() -> None:
 
 
 def open_streams() -> None:
-    """Put the null device in the place of standard streams that are closed: the next file that is opened would else
-    get their number, and what is printed would get into it."""
+    """Open the null device for each standard stream that is closed.
+
+    Otherwise the next opened file would get the number of that stream, and printed text would be written into it.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -85,7 +88,7 @@ def open_streams() -> None:
 
 
 def silence() -> None:
-    """Drop what standard output still holds and will never take: Python would complain of it at the end."""
+    """Drop the buffered standard output that can no longer be written, which Python would report at exit."""
     try:
         sys.stdout.flush()
     except OSError:

@@ -25,7 +25,7 @@ DAY = 86_400  # seconds
 
 
 def output_folder(path: Path | str) -> Path:
-    """A folder for results, made if it is not there. Raises ValueError if nothing can be written there."""
+    """Make and return a folder for results. Raises ValueError if nothing can be written there."""
     path = Path(path)
     whole = path.resolve()
     if whole.is_dir() and (whole.parent == Path(whole.anchor) or whole == Path.home()):
@@ -54,7 +54,8 @@ def no_empty_folder(path: Path | str) -> Iterator[None]:
 def kept_folder(name: str) -> Path:
     """Make and return a folder of the user's cache ($XDG_CACHE_HOME or ~/.cache on Linux).
 
-    Raises ValueError if nothing can be written there."""
+    Raises ValueError if nothing can be written there.
+    """
     return output_folder(user_cache_path("specdec") / name)
 
 
@@ -67,6 +68,7 @@ class CachedJson:
 
     @property
     def file(self) -> Path:
+        """The path of the JSON file, named after a digest of the identity."""
         return user_cache_path("specdec") / self.folder / f"{_digest(self.identity)[:16]}.json"
 
     def read(self, of: Callable[[dict], Made]) -> Made | None:
@@ -91,7 +93,8 @@ def _digest(content: Mapping) -> str:
 def check_writable(path: Path) -> None:
     """Check that a file can be written at `path`, before the work that it is for. Nothing is left there.
 
-    Raises ValueError if it cannot."""
+    Raises ValueError if it cannot.
+    """
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; give a file")
     if not path.absolute().parent.is_dir():
@@ -107,7 +110,8 @@ def check_writable(path: Path) -> None:
 def check_makeable(folder: Path) -> None:
     """Try, before the work, whether `replace_folder` can put a folder there. ValueError if not.
 
-    Nothing is left, and what a killed `replace_folder` left there is removed."""
+    Nothing is left, and what a killed `replace_folder` left there is removed.
+    """
     whole = folder.absolute()
     top = next(part for part in (whole, *whole.parents) if part.parent.exists())
     with _one_sentence(folder):
@@ -129,11 +133,13 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
 
 
 def keep(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` make a file or a folder in a folder of its own, and put it in place when it is whole. Several
-    processes may do so at once for the same path: they all make the same. What one that was killed left is removed a
-    day later.
+    """Let `fill` make a file or folder in a temporary folder, then move it to `path` when it is whole.
 
-    Raises ValueError if the disk does not take it; nothing else is left.
+    Several processes may make the same `path` at once, since they all make the same content. What a killed process left
+    is removed a day later.
+
+    Raises:
+        ValueError: The disk does not take it. Nothing else is left.
     """
     for leftover in path.parent.glob(f"{path.name}.*.partial"):
         with suppress(OSError):  # another process was faster

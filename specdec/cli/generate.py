@@ -16,6 +16,7 @@ from specdec.text import read_prompts
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `specdec generate`: read the prompts, decode them or chat, and write the trace if one was asked for."""
     output: Any = sys.stdout
     if hasattr(output, "reconfigure"):
         output.reconfigure(errors="replace")
@@ -31,8 +32,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def decode(args: argparse.Namespace, prompts: list[str]) -> None:
-    """Load what the flags name, and answer the prompts, or chat. However it ends, the trace is of what was done by
-    then."""
+    """Load the models that the flags name, then answer the prompts or chat. A trace is written even after an error."""
     session = Session(args, prompts)
     if session.choice is not None:
         print(session.choice, file=sys.stderr)

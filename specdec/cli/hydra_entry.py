@@ -20,8 +20,10 @@ from specdec.registry import CONF
 
 
 def start(name: str, command: Command, given: Sequence[str]) -> None:
-    """Run a command with the settings that its file in conf/ and the command line make. The module of the command,
-    and with it torch, is imported after its settings have been checked."""
+    """Run a command with the settings of its file in conf/ and of the command line.
+
+    The module of the command, and with it torch, is imported after the settings have been checked.
+    """
     if {"-h", "--help"} & set(given[: given.index("--")] if "--" in given else given):
         print(help_text(name, command))
         return
@@ -57,7 +59,8 @@ def start(name: str, command: Command, given: Sequence[str]) -> None:
 def help_text(name: str, command: Command) -> str:
     """What a command does, its groups of settings with their names, and its own settings as conf/CONFIG.yaml has them.
 
-    Hydra's own help prints every setting of every group, a hundred lines and more; `--cfg job` does so too."""
+    Hydra's own help prints every setting of every group, a hundred lines and more; `--cfg job` does so too.
+    """
     groups, own = _sections((CONF / f"{command.conf}.yaml").read_text(encoding="utf-8"))
     lines = [f"usage: specdec {name} [NAME=VALUE | --NAME VALUE ...]", "", reflow(description(command), help_width())]
     lines += ["", "groups: GROUP=NAME takes conf/GROUP/NAME.yaml, GROUP.FIELD=VALUE changes one of its settings"]
@@ -80,7 +83,8 @@ def _wrapped(line: str, indent: int) -> list[str]:
 def _sections(text: str) -> tuple[list[tuple[str, str]], list[str]]:
     """A command's YAML -> its groups with the names chosen, and the lines of its own settings with their comments.
 
-    Of a setting that is a mapping only the name is listed."""
+    Of a setting that is a mapping only the name is listed.
+    """
     blocks = re.split(r"^(?=\w+:)", text, flags=re.MULTILINE)  # text above the first one is a comment
     groups = [
         pair for block in blocks if block.startswith("defaults:") for pair in re.findall(r"- (\w+): (\w+)", block)

@@ -32,8 +32,7 @@ FIXED = ("target", "trainer", "data", "data.on_policy", "benchmark", "suite", "b
 
 
 def check_settings(settings: Mapping[str, Any], config: str) -> None:
-    """Raise ValueError, with the setting's name, for one of `specdec CONFIG` that is unknown, empty, no finite number,
-    of another type than its default, or out of range."""
+    """Raise ValueError for a setting of `specdec CONFIG` that is unknown, empty, of a wrong type or out of range."""
     own = registry.read_yaml(registry.CONF / f"{config}.yaml", "settings")
     groups = [name for entry in own.pop("defaults", ()) if isinstance(entry, dict) for name in entry]
     own.pop("hydra", None)
@@ -51,8 +50,11 @@ def check_settings(settings: Mapping[str, Any], config: str) -> None:
 
 
 def _check_targets(path: str, value: Any, deep: bool = False) -> None:
-    """Raise ValueError for what a configuration may not build: only a group itself names a class, one of ours or of the
-    user's own files. Hydra would run anything, and before the names of the settings are checked."""
+    """Raise ValueError for an object that a configuration must not build.
+
+    Only a group itself may name a class, and only one of ours or of the user's own files. Hydra would run anything, and
+    before the names of the settings are checked.
+    """
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, part in inner:
         if str(name).startswith("_") and (name != "_target_" or deep):
@@ -63,8 +65,10 @@ def _check_targets(path: str, value: Any, deep: bool = False) -> None:
 
 
 def nearest_to(message: str, config: str) -> str:
-    """'There is ...' with the names nearest to the one that Hydra quotes in its message, or where all are
-    listed if none is near; empty if it quotes none."""
+    """Return "there is ..." with the names that are most similar to the one that Hydra quotes in its message.
+
+    Without a similar name all are listed. The text is empty if the message quotes none.
+    """
     quoted = re.search(r"Could not (?:override|find) '([^']+)'", message)
     if quoted is None:
         return ""
@@ -110,8 +114,10 @@ def check_folders(arguments: Sequence[str]) -> None:
 
 
 def _group(group: str) -> dict[str, Any]:
-    """The names of all files of a group, each with a value of its type; None where a file has null. {} where a class
-    says what it takes."""
+    """Return the setting names of all files of a group, each with a value of its type, or None where a file has null.
+
+    The result is empty if a class defines the settings.
+    """
     found: dict[str, Any] = {}
     for name in registry.names(group):
         content = registry.settings(group, name)
@@ -161,7 +167,8 @@ def _walk(path: str, value: Any, default: Any) -> None:
 def _taken(path: str, value: Mapping[str, Any]) -> dict[str, Field]:
     """What the class or function takes that reads a mapping: its `_target_`, or the one of `READ_BY`. {} for none.
 
-    Raises ValueError for a name that it does not take."""
+    Raises ValueError for a name that it does not take.
+    """
     try:
         taken, others = parameters(registry.named(path, value.get("_target_") or READ_BY[path]))
     except (KeyError, ImportError, AttributeError, TypeError, ValueError):
@@ -195,8 +202,10 @@ def _names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> N
 
 @contextmanager
 def settings_errors(config: str = "train") -> Iterator[None]:
-    """What Hydra finds wrong with settings is a user's mistake: a ValueError, and of its text the first line, with the
-    nearest names that there are in conf/CONFIG.yaml."""
+    """Turn errors that Hydra reports about settings into a ValueError with the first line of its message.
+
+    The message ends with the most similar names in conf/CONFIG.yaml.
+    """
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

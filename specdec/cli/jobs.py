@@ -1,7 +1,9 @@
-"""One command as several jobs, by a launcher of Hydra:  specdec lab jobs parts=4 hydra/launcher=joblib -- COMMAND
+"""Run one command as several jobs, by a launcher of Hydra.
 
-COMMAND is any other of specdec's, without its name. In it {part} becomes the job's number, from 0, and {parts} how many
-there are. Without a launcher the jobs run one after the other. docs/jobs.md has examples.
+  specdec lab jobs parts=4 hydra/launcher=joblib -- COMMAND
+
+COMMAND is any other command of specdec, without "specdec". In COMMAND, {part} becomes the job's number, from 0, and
+{parts} the number of jobs. Without a launcher the jobs run one after the other. docs/jobs.md has examples.
 """
 
 import re
@@ -19,7 +21,7 @@ LAUNCHERS = {"joblib": "hydra_joblib_launcher", "submitit": "hydra_submitit_laun
 
 
 def run(config: DictConfig) -> None:
-    """One job: the command, in a process of its own."""
+    """Run one job: the command, in a process of its own."""
     words = [word.replace("{parts}", str(config.parts)).replace("{part}", str(config.part)) for word in config.command]
     code = subprocess.run([sys.executable, "-m", "specdec", *words], check=False).returncode
     if code:
@@ -29,8 +31,11 @@ def run(config: DictConfig) -> None:
 
 
 def prepare(words: Sequence[str]) -> list[str]:
-    """Return the words as Hydra reads them, with the command after -- as a setting. Raises ValueError if there is no
-    command, no number of jobs, or no such launcher."""
+    """Return the words as Hydra reads them, with the command after -- as a setting.
+
+    Raises:
+        ValueError: There is no command, no number of jobs, or no such launcher.
+    """
     if "--" not in words or words[-1] == "--":
         raise ValueError(
             "write the command after --, as in: specdec lab jobs parts=2 -- sweep shards={parts} shard={part}"

@@ -35,6 +35,7 @@ class HelpFormatter(argparse.HelpFormatter):
     """Flags and their help side by side, and descriptions with their paragraphs and examples."""
 
     def __init__(self, prog: str):
+        """prog: the name of the command, for its usage line."""
         super().__init__(prog, max_help_position=30, width=help_width())
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
@@ -42,16 +43,21 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's parser. It refuses an empty text, as of an unset variable of the shell, a number that is
-    none, one outside of `Limits`, and a flag that it does not know, with the nearest one."""
+    """Parser of flags that raises ValueError, where argparse would print the usage and exit.
+
+    It also rejects an empty text (as of an unset shell variable), a number that is not finite or outside of `LIMITS`,
+    and an unknown flag, for which it names the most similar one.
+    """
 
     def parse_args(self, args=None, namespace=None):
+        """Return the flags. Raises ValueError for a word that belongs to no flag."""
         given, rest = self.parse_known_args(args, namespace)
         if rest:
             raise ValueError(self._unknown(rest[0]))
         return given
 
     def error(self, message: str):
+        """Raise ValueError with argparse's message."""
         raise ValueError(f"{message}; {self.prog} --help lists all flags")
 
     def _unknown(self, word: str) -> str:
@@ -102,6 +108,8 @@ def make_parser(
     """Return the parser of a command.
 
     Args:
+        prog: The name of the command, such as "specdec generate".
+        description: The text above the flags in --help, see `reflow`.
         groups: Title -> names of flags; `name!` is required, and `name=VALUE` has another default.
         own: Flags that differ from the table's.
         one_of: Flags of which one is required.

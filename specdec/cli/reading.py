@@ -28,7 +28,8 @@ def open_text(path: Path, what: str, most: int | None = None) -> Iterator[IO[str
     """Open a file in UTF-8, with or without a byte order mark, for reading.
 
     what: names the kind of file in errors. most: bytes; None for any number.
-    Raises ValueError, one sentence, if it is not there, cannot be read or is too large."""
+    Raises ValueError, one sentence, if it is not there, cannot be read or is too large.
+    """
     if path.is_symlink() and not path.exists():
         raise ValueError(f"{path} is a link to {path.readlink()}, which is not there")
     if path.is_dir():
@@ -61,8 +62,10 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def lines_of(file: IO[AnyStr], most: int = MOST_LINE) -> Iterator[AnyStr]:
-    """Yield the lines of a file. No more than one line is in memory, and of a line of more than `most` bytes the first
-    `most` + 1: `check_length` rejects it."""
+    """Yield the lines of a file, with no more than one line in memory.
+
+    Of a line longer than `most` bytes only the first `most` + 1 are yielded, which `check_length` rejects.
+    """
     while line := file.readline(most + 1):
         yield line
         while len(line) > most and line[-1:] not in ("\n", b"\n"):
@@ -78,7 +81,8 @@ def check_length(text: bytes | str, where: str = "it", most: int = MOST_LINE) ->
 def read_model(model: type[Model], value: object, where: str) -> Model:
     """Return what a model of pydantic makes of a value that was read from a file.
 
-    Raises ValueError, one sentence that names the place, the field, what is expected and what is there."""
+    Raises ValueError, one sentence that names the place, the field, what is expected and what is there.
+    """
     from pydantic import ValidationError  # here: commands that read no such file start without pydantic
 
     try:
@@ -111,8 +115,11 @@ def mistake(error: Mapping[str, Any]) -> str:
 
 
 def check_yaml(text: str, where: str) -> None:
-    """Raise ValueError for YAML that aliases or nesting blow up to more than `MOST_NODES` values, and for numbers that
-    YAML reads otherwise than people do: 010 as 8, and 1:30 as 90. Nothing is built."""
+    """Raise ValueError for YAML that is too large or ambiguous, without building its values.
+
+    Too large: aliases or nesting make more than `MOST_NODES` values. Ambiguous: numbers that YAML reads otherwise than
+    people do, such as 010 (8) and 1:30 (90).
+    """
     import yaml
 
     if len(text) > MOST_YAML:

@@ -22,6 +22,7 @@ def code_digest(folders: Sequence[str] = ROOMS, wanted: Callable[[str], bool] = 
     """Return a digest of the Python and YAML files of these folders of the checkout, with their names.
 
     Args:
+        folders: Folders of the checkout, by their names.
         wanted: Which files count, by their names in the checkout, such as specdec/api.py.
     """
     files = [f for folder in folders for kind in ("*.py", "*.yaml") for f in (ROOT / folder).rglob(kind)]

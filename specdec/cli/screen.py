@@ -4,6 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from typing_extensions import override
+
 from specdec.cli.drawing import draw
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.text import TextStream
@@ -15,14 +17,17 @@ PLAIN = "\033[0m"
 class Screen(Observer):
     """An observer of rounds that prints the first row's text as it grows. On a terminal drafted tokens are green.
 
-    quiet: print no text, as a batch of several rows needs. trees: draw every tree before its text."""
+    quiet: print no text, as a batch of several rows needs. trees: draw every tree before its text.
+    """
 
     def __init__(self, target, *, quiet: bool, trees: bool, stops: Sequence[str] = ()):
+        """target: its tokenizer decodes the text. stops: strings that end the text and are not printed."""
         self.tokenizer, self.quiet, self.trees = target.tokenizer, quiet, trees
         self.reads = Reads.TREES if trees else Reads.TOKENS
         self.stream = TextStream(target.tokenizer, stops)
         self.colour = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
 
+    @override
     def __call__(self, report: RoundReport) -> None:
         if self.trees and report.tree is not None:
             path = report.verdict.path[0, : int(report.verdict.n[0])].tolist()

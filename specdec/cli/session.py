@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from specdec import ops, ranks
 from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.cli.parser import read_flags
@@ -32,8 +34,10 @@ class EndOnSignal(Observer):
     reads = Reads.TOKENS
 
     def __init__(self, signals: StopSignals, engine: Engine):
+        """signals: polled after each round. engine: aborts all of its rows after a signal."""
         self.signals, self.engine = signals, engine
 
+    @override
     def __call__(self, report: RoundReport) -> None:
         self.signals.meet(report.emitted)
         if self.signals.asked:
@@ -42,13 +46,14 @@ class EndOnSignal(Observer):
 
 
 class Session:
-    """What the flags ask for, loaded: settings are checked first, because models take a while, and prompts before
-    anything is measured or answered.
+    """The loaded models and settings that the flags of `specdec generate` ask for.
 
-    `engine` decodes as asked, `plain` without a drafter; both are the same target."""
+    Settings are checked first, because loading takes a while. Prompts are encoded before anything is measured or
+    answered. `engine` decodes as asked, `plain` without a drafter; both have the same target.
+    """
 
     def __init__(self, args: argparse.Namespace, prompts: Sequence[str] = ()):
-        """prompts: texts; `prompts` are their token ids. Raises ValueError for one that the target does not take."""
+        """prompts: texts, stored as token ids. Raises ValueError for one that does not fit the target."""
         self.args = args
         if args.trace is not None:
             check_trace_folder(args.trace)
@@ -87,8 +92,13 @@ class Session:
             self.recorder = Recorder({"flags": flags} | describe(self.target, self.drafter, self.tree, self.verifier))
 
     def _choose_tree(self, asked: bool) -> None:
-        """Take the tree that is fastest here, or none. asked: by a flag, so that it must be possible. With --show-trees
-        alone it takes the default one."""
+        """Choose the tree that is fastest here, or none.
+
+        With --show-trees and without --tree auto, keep the default tree.
+
+        Args:
+            asked: --tree auto was given, so raise ValueError where no tree can be chosen.
+        """
         if self.args.show_trees and not asked:
             return
         why = _obstacle(self)
@@ -115,8 +125,7 @@ class Session:
             write_trace(self.recorder.trace, self.args.trace)
 
     def observer(self, screen: Screen | None, engine: Engine) -> Observer:
-        """Return the observer of every round. It ends decoding after a signal, and feeds the screen and the recorder,
-        if there are any."""
+        """Return an observer of rounds that ends decoding after a signal and feeds screen and recorder, if any."""
         ends = EndOnSignal(self.signals, engine)
         shown = [] if screen is None else [screen] if self.recorder is None else [screen, self.recorder]
         return Observers(ends, *shown)
@@ -130,8 +139,15 @@ class Session:
         max_new_tokens: int | None = None,
         first: int = 0,
     ) -> Generation:
-        """Decode the prompts, token ids, as one batch, with the flags' settings. first: the number of the first of them
-        among all prompts, by which they are seeded."""
+        """Decode prompts (token ids) as one batch, with the flags' settings.
+
+        Args:
+            prompts: Token ids of each prompt.
+            screen: Prints the text as it grows.
+            plain: Decode without the drafter.
+            max_new_tokens: Limit for each row, instead of the flag's.
+            first: The number of the first prompt among all prompts, which its seed depends on.
+        """
         args, engine = self.args, self.plain if plain else self.engine
         return answer(
             engine,
@@ -147,8 +163,11 @@ class Session:
 
 
 def _encoded(target: LanguageModel, prompts: Sequence[str], raw: bool) -> list[list[int]]:
-    """The token ids of prompts. Raises ValueError for the first that the target does not take, with its number if there
-    are several."""
+    """Return the token ids of prompts.
+
+    Raises:
+        ValueError: A prompt does not fit the target. Of several prompts the message names its number.
+    """
     found = []
     for number, prompt in enumerate(prompts, 1):
         try:

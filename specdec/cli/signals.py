@@ -17,15 +17,17 @@ class Terminated(KeyboardInterrupt):
 class StopSignals:
     """While open, the first SIGTERM or SIGINT is noted, and the command polls `asked` at safe points.
 
-    Later signals do nothing, because launchers send several; with `insist` the second one is raised."""
+    Later signals do nothing, because launchers send several; with `insist` the second one is raised.
+    """
 
     def __init__(self, then: str = "finishing the step, then saving", insist: bool = False) -> None:
-        """then: what follows a signal, for the line that says so."""
+        """then: what the command does after a signal, for its message. insist: raise the second signal."""
         self.then, self.insist = then, insist
         self.number: int | None = None  # of the first signal
 
     @property
     def asked(self) -> bool:
+        """Whether a signal has asked the command to stop."""
         return self.number is not None
 
     def meet(self, emitted: list[list[int]]) -> None:
@@ -37,10 +39,12 @@ class StopSignals:
         return 128 + (self.number or 0)
 
     def __enter__(self) -> "StopSignals":
+        """Install the handlers of SIGTERM and SIGINT."""
         self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_) -> None:
+        """Restore the handlers from before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -59,10 +63,12 @@ class SharedSignals(StopSignals):
 
     @property
     def asked(self) -> bool:
+        """Whether all processes have agreed to stop."""
         return self.agreed is not None
 
     @property
     def code(self) -> int:
+        """The exit code of the agreed signal, as shells have it: 130 or 143."""
         return 128 + (self.agreed or 0)
 
     def meet(self, emitted: list[list[int]]) -> None:

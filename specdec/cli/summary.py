@@ -24,9 +24,12 @@ def drafting(session: Session) -> str:
 
 
 def summarise(session: Session, decoded: Decoded) -> dict:
-    """What `--json` prints. A single prompt has its text and tokens by themselves, several have lists of them. After a
-    signal, plain decoding is compared up to the shorter text. Of several turns it has the speeds of the one whose
-    ratio is the median."""
+    """Return the JSON object that `--json` prints.
+
+    A single prompt has its text and tokens as such; several prompts have lists of them. After a signal, plain decoding
+    is compared up to the length of the shorter text. Of several passes the speeds are those of the pass with the median
+    ratio.
+    """
     done, baseline = decoded.done, decoded.baseline
     total = merged(done)
     one = len(total.rows) == 1
@@ -68,8 +71,11 @@ def summarise(session: Session, decoded: Decoded) -> dict:
 
 
 def _drafter(conventions: dict[str, str], layers: int) -> str:
-    """How a drafter's checkpoint was read, in words. Taps are indices of transformers' hidden_states: 0 is the
-    embedding, and i what layer i of the target's `layers` gives."""
+    """Describe how a drafter's checkpoint was read.
+
+    Taps are indices of transformers' hidden_states: 0 is the embedding, and i the output of layer i of the target's
+    `layers`.
+    """
     taps, said = conventions.get("taps", ""), [f"drafter: {conventions['family']}"]
     read = re.findall(r"\d+", taps) if "N" not in taps else []
     if read:

@@ -17,7 +17,8 @@ class _Output(Console):
 def terminal_width() -> int | None:
     """Return the width of the terminal, which pipes such as `| tee` leave connected to another stream, or `COLUMNS`.
 
-    None without either."""
+    None without either.
+    """
     if os.environ.get("COLUMNS", "").isdigit():
         return int(os.environ["COLUMNS"]) or None
     for stream in (1, 2, 0):
@@ -27,17 +28,20 @@ def terminal_width() -> int | None:
 
 
 def console(width: int | None = None, **how) -> Console:
-    """Return a console as wide as the terminal, or `width` characters wide without a terminal. It prints names as they
-    are: "[/b]" is no markup.
+    """Return a console as wide as the terminal, or `width` columns without a terminal. It does not interpret markup.
 
-    how: further arguments of rich's `Console`."""
+    Args:
+        width: Columns without a terminal; None: rich's default.
+        **how: Further arguments of rich's `Console`.
+    """
     return _Output(width=terminal_width() or width, markup=False, **how)
 
 
 def print_table(screen: Console, table: Table, optional: Sequence[str] = ()) -> None:
     """Print a table that is no wider than the console.
 
-    optional: headings of columns to leave out, the first ones first, where words would not fit into their columns."""
+    optional: headings of columns to leave out, the first ones first, where words would not fit into their columns.
+    """
     left_out: list[str] = []
     for name in optional:
         if Measurement.get(screen, screen.options.update_width(10_000), table).minimum <= screen.width:

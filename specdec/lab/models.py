@@ -50,7 +50,8 @@ def short_name(path: str | Path) -> str:
 
 def own_names(entries: Sequence, name_of: Callable[[Any, bool], str]) -> list[str]:
     """A name for each drafter, no two alike: name_of(entry, whole) is its short name, or, where two would be called the
-    same, its whole path. Raises ValueError where two still are."""
+    same, its whole path. Raises ValueError where two still are.
+    """
     short = [name_of(entry, False) for entry in entries]
     names = [name_of(entry, short.count(name) > 1) for entry, name in zip(entries, short, strict=True)]
     if len(set(names)) < len(names):

@@ -34,7 +34,8 @@ def finalists(ranking: list[Prediction], count: int, within: float = 0.1) -> lis
     """The `count` trees to try for real.
 
     First come the best of every topk and the best static tree, as far as their predictions lie `within` this share of
-    the best of all: this reveals an error common to one topk. The best of the rest follow."""
+    the best of all: this reveals an error common to one topk. The best of the rest follow.
+    """
     least = (1 - within) * ranking[0].tokens_per_second
     firsts: dict[Any, Prediction] = {}
     for p in ranking:
@@ -69,7 +70,8 @@ def measure_rates(
 ) -> list[MeasuredRate]:
     """Decode every batch of prompts with every tree `repeats` times, in turns, after one batch of warm-up.
 
-    prompts: token ids. The time of a batch is the median of its repeats."""
+    prompts: token ids. The time of a batch is the median of its repeats.
+    """
     engines = [Engine(target) if tree is None else Engine(target, drafter, tree) for tree in trees]
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     how: dict[str, Any] = {"sampling": sampling, "seed": seed}
@@ -161,7 +163,8 @@ def tune(
 ) -> Tuned:
     """Predict every tree, and decode with the best `tries` of them and plainly.
 
-    prompts: token ids; `recording` holds one text of each, in this order. how: as in `measure_rates`."""
+    prompts: token ids; `recording` holds one text of each, in this order. how: as in `measure_rates`.
+    """
     lengths = [len(p) for p in prompts]
     accepted = {tree: tree.replay(recording) for tree in trees}
     plain, ranking = predict_all(costs, recording, accepted, lengths, batch)

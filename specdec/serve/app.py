@@ -76,8 +76,10 @@ async def running(scheduler: Scheduler):
 
 
 class _Failures:
-    """The event loop's handler of exceptions. asyncio reports each of thousands of connections that it cannot accept
-    without a free file descriptor; here a line a minute is printed."""
+    """The event loop's exception handler, which prints at most one line a minute.
+
+    Without it asyncio reports every connection that it cannot accept for lack of a file descriptor, thousands of them.
+    """
 
     def __init__(self) -> None:
         self.said = -math.inf

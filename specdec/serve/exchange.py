@@ -42,7 +42,7 @@ async def read_body(receive: Receive, most: int) -> Any:
 
 
 async def unless_stopped(scheduler: Scheduler, awaited: Awaitable[Made]) -> Made:
-    """Return what is awaited. `Refusal` as soon as the server stops."""
+    """Return the awaited result. Raises `Refusal` as soon as the server stops."""
     task = asyncio.ensure_future(awaited)
     while not (await asyncio.wait([task], timeout=POLL))[0]:
         if not scheduler.serves():
@@ -55,9 +55,11 @@ class Workers:
     """Calls in threads of their own, at most `most` at a time, while the event loop continues."""
 
     def __init__(self, most: int):
+        """most: the number of calls that may run at the same time."""
         self.free = asyncio.Semaphore(most)
 
     async def run(self, function: Callable[..., Made], *args) -> Made:
+        """Call a function in a thread of its own, once one is free, and return its result."""
         async with self.free:
             return await asyncio.wrap_future(Call(function, *args).future)
 
@@ -103,8 +105,11 @@ class Exchange:
             self.watch.cancel()
 
     async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events. Every step that gives a choice tokens is one, or every
-        `Service.stream_interval` tokens are, though their text may be held back. An error is the last but [DONE]."""
+        """Yield the answer as server-sent events.
+
+        There is one event for each step that gives a choice tokens, or for every `Service.stream_interval` tokens, even
+        if their text is held back. An error is the last event before [DONE].
+        """
         options = self.ask.stream_options or StreamOptions()
         try:
             async for choice, piece in self._pieces():

@@ -15,8 +15,11 @@ REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI call
 
 @dataclass
 class Delta:
-    """What a step did to a job. The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context',
-    'abort'), or 'error', with its HTTP status, and with what happened in `error` unless the grammar did."""
+    """The result of one step for a job.
+
+    The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context', 'abort'), or 'error' with an HTTP
+    status and with a message in `error`, unless the grammar failed.
+    """
 
     job: "Job"
     tokens: list[int] = field(default_factory=list)

@@ -42,12 +42,18 @@ FAMILIES = {
 
 
 class Metrics:
-    """All series of `FAMILIES`, in a registry of their own. Any thread may add to them and read them; a thread that
-    holds `lock` sees whole updates only."""
+    """All series of `FAMILIES`, in a registry of their own.
+
+    Any thread may change and read them. A thread that holds `lock` sees no partial update.
+    """
 
     def __init__(self, model: str, positions: int = 0):
-        """model: the label `model_name` of all series. positions: the deepest level of a tree; its counters exist from
-        the start."""
+        """Make all series whose labels are known.
+
+        Args:
+            model: The label `model_name` of all series.
+            positions: The deepest level of a tree, whose counters then exist from the start.
+        """
         disable_created_metrics()  # `_created` series, which vLLM does not have either
         self.registry, self.lock = CollectorRegistry(), threading.RLock()
         self.own = {"model_name": model, "engine": "0"}
@@ -65,32 +71,35 @@ class Metrics:
             self.of("vllm:request_success", finished_reason=reason)
 
     def of(self, name: str, **labels):
-        """The series of these labels. It is part of every scrape from now on."""
+        """Return the series of these labels. From now on it is part of every scrape."""
         key = name, *labels.values()
         if key not in self.series:
             self.series[key] = self.families[name].labels(**self.own, **labels)
         return self.series[key]
 
     def add(self, name: str, amount: float = 1, **labels) -> None:
+        """Add `amount` to a counter."""
         with self.lock:
             self.of(name, **labels).inc(amount)
 
     def set(self, name: str, value: float) -> None:
+        """Set a gauge to `value`."""
         with self.lock:
             self.of(name).set(value)
 
     def observe(self, name: str, seconds: float) -> None:
+        """Add an observation, in seconds, to a histogram."""
         with self.lock:
             self.of(name).observe(seconds)
 
     def value(self, name: str, **labels) -> float:
-        """The value of a counter, a gauge, or a histogram's `_sum` or `_count`; 0 where there is no such series."""
+        """Return the value of a counter, a gauge, or a histogram's `_sum` or `_count`; 0 if there is no such series."""
         shown = f"{name}_total" if FAMILIES.get(name, (None,))[0] is Counter else name
         given = {label: str(value) for label, value in labels.items()}
         return self.registry.get_sample_value(shown, self.own | given) or 0.0
 
     def text(self) -> str:
-        """Every series, as a scrape reads it."""
+        """Return all series in the text format of Prometheus."""
         with self.lock:
             rounds = self.value("specdec:sequence_rounds")
             self.set("specdec:tau", self.value("specdec:round_tokens") / rounds if rounds else 0.0)
@@ -102,7 +111,8 @@ def count(
 ) -> None:
     """Count the tokens of a step, and how many were drafted and accepted in it.
 
-    live: which rows had not ended before. drafts: `drafted_of`. prefixes: the prefix cache."""
+    live: which rows had not ended before. drafts: `drafted_of`. prefixes: the prefix cache.
+    """
     add, emitted = metrics.add, sum(map(len, report.emitted))
     add("vllm:generation_tokens", emitted)
     if report.prefill:
@@ -125,7 +135,7 @@ def count(
 
 
 def drafted_of(report: RoundReport, steps: int) -> list[int]:
-    """How many tokens a round drafted for each row. steps: levels of the engine's tree."""
+    """Return how many tokens a round drafted for each row. steps: levels of the engine's tree."""
     if report.prefill:
         return [0] * len(report.rows)
     if report.levels is None:  # a captured round shows no tree, and every row has a whole one

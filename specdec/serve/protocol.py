@@ -1,7 +1,7 @@
-"""What clients may ask for: the fields of OpenAI's requests that are taken here, checked before anything is decoded.
+"""Requests that the server accepts: OpenAI's fields, checked before anything is decoded.
 
-Nothing is left out in silence. A field that would change the answer and is not built is refused, unless its value says
-that it is off. A field that cannot change the answer is taken and has no effect.
+No field is ignored in silence. An unsupported field that would change the answer is rejected, unless its value turns it
+off. A field that cannot change the answer is accepted without effect.
 """
 
 from dataclasses import fields
@@ -19,26 +19,12 @@ from specdec.text import clean
 MOST_STOPS = 16
 # Not built, and the values that say so: a request may hold them.
 OFF = {
-    "add_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "use_beam_search": (False,),
-}
+    "add_special_tokens": (True,), "allowed_token_ids": ([],), "audio": (), "bad_words": ([],), "best_of": (1,),
+    "echo": (False,), "function_call": ("none",), "functions": ([],), "include_stop_str_in_output": (False,),
+    "length_penalty": (1,), "logit_bias": ({},), "min_tokens": (0,), "modalities": (["text"],),
+    "skip_special_tokens": (True,), "stop_token_ids": ([],), "suffix": ("",), "tool_choice": ("none", "auto"),
+    "tools": ([],), "use_beam_search": (False,),
+}  # fmt: skip
 NO_EFFECT = {
     "metadata", "parallel_tool_calls", "priority", "prompt_cache_key", "request_id", "safety_identifier",
     "service_tier", "spaces_between_special_tokens", "store", "user",
@@ -50,13 +36,13 @@ Ids = Annotated[list[int], Field(min_length=1)]
 
 
 class Strict(BaseModel):
-    """An object that is read as it is: `"1"` is no number, and neither is NaN."""
+    """An object without conversions of types: "1" is no number, and neither is NaN."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True)
 
 
 class Part(Strict):
-    """An object within a request. It has no other names."""
+    """An object within a request, which rejects unknown names."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,12 +55,16 @@ class Part(Strict):
 
 
 class StreamOptions(Part):
+    """OpenAI's options of a stream, and vLLM's `continuous_usage_stats`. Obfuscation is accepted and never applied."""
+
     include_usage: bool = False
     continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
 
 class Schema(Part):
+    """OpenAI's `json_schema` of a response format. Only the schema itself has an effect."""
+
     name: Any = None
     description: Any = None
     value: Annotated[Any, Field(alias="schema")]
@@ -82,7 +72,7 @@ class Schema(Part):
 
 
 class ResponseFormat(Part):
-    """OpenAI's form of a text."""
+    """OpenAI's format of a text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: Schema | None = None
@@ -95,7 +85,7 @@ class ResponseFormat(Part):
 
 
 class StructuredOutputs(Part):
-    """vLLM's form of a text."""
+    """vLLM's constraints of a text, of which a request sets exactly one."""
 
     json_value: Annotated[Any, Field(alias="json")] = None
     json_object: Any = None
@@ -103,7 +93,7 @@ class StructuredOutputs(Part):
 
     @property
     def given(self) -> dict[str, Any]:
-        """The kinds that the request names. One of them is right."""
+        """The constraints that the request sets, by kind."""
         kinds = {"json": self.json_value, "json_object": self.json_object, "regex": self.regex}
         return {kind: value for kind, value in kinds.items() if value is not None and value is not False}
 
@@ -115,7 +105,7 @@ class StructuredOutputs(Part):
 
 
 class Wish(Part):
-    """The speculation settings of a request: a field of this server alone."""
+    """The speculation settings of a request, a field that only this server has."""
 
     off: bool = False
     report: bool = False  # responses mark the tokens that were drafted
@@ -127,6 +117,8 @@ class Wish(Part):
 
 
 class Message(Strict):
+    """A message of a chat, with its content as one text."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text
 
@@ -142,7 +134,7 @@ class Message(Strict):
     @field_validator("content", mode="before", json_schema_input_type=str | list[dict[str, Any]])
     @classmethod
     def _join(cls, content: Any) -> str:
-        """A content of parts as one text."""
+        """Return the content's parts as one text."""
         wanted = "a content is a text, or a list of parts of type 'text'"
         if not isinstance(content, str | list):
             raise Fault(f"must be a text, or a list of parts of type 'text', got {shown(content)}")
@@ -207,7 +199,7 @@ class Ask(Strict):
 
     @property
     def sampling(self) -> Sampling:
-        """At temperature 0 the filters change nothing, and are left out."""
+        """The request's sampling settings; without filters at temperature 0, where they change nothing."""
         values = {f.name: getattr(self, f.name) for f in fields(Sampling)} | {"top_k": max(self.top_k, 0)}
         if self.temperature == 0:
             for name in FILTERS:
@@ -216,11 +208,11 @@ class Ask(Strict):
 
     @property
     def likely(self) -> int | None:
-        """How many of the most likely tokens are reported at each place; None: no log-probabilities at all."""
+        """The number of most likely tokens to report at each position; None: no log-probabilities at all."""
         raise NotImplementedError
 
     def limit(self, prompt: int, room: int) -> int:
-        """How many tokens may follow a prompt of `prompt` tokens. `Refusal` if both do not fit into the room."""
+        """Return how many tokens may follow a prompt of `prompt` tokens. Raises `Refusal` if `room` is too small."""
         field = next((name for name in self.lengths if getattr(self, name) is not None), None)
         asked = getattr(self, field) if field else self.default or max(room - prompt, 1)
         if prompt + asked > room:
@@ -233,6 +225,8 @@ class Ask(Strict):
 
 
 class CompletionAsk(Ask):
+    """A request to /v1/completions."""
+
     prompt: list[Text | Ids] = Field(min_length=1, description="a text, a list of token ids, or a list of either")
     logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
     main, default = "prompt", 16
@@ -252,10 +246,13 @@ class CompletionAsk(Ask):
 
     @property
     def likely(self) -> int | None:
+        """The field `logprobs`."""
         return self.logprobs
 
 
 class ChatAsk(Ask):
+    """A request to /v1/chat/completions."""
+
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=MOST)
     logprobs: bool = False
@@ -270,6 +267,7 @@ class ChatAsk(Ask):
 
     @property
     def likely(self) -> int | None:
+        """The field `top_logprobs`, which needs `logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

@@ -10,13 +10,15 @@ from specdec.schema import shown
 
 
 class Refusal(ValueError):
-    """A request that is not served, and the JSON of OpenAI's errors for it."""
+    """A rejected request, with the JSON of OpenAI's errors for it."""
 
     def __init__(self, message: str, param: str | None = None, *, status: int = 400, code: str | None = None):
+        """param: the field that is wrong. status: of HTTP. code: a short name of the error for programs."""
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
 
     def body(self) -> dict:
+        """Return the JSON of the response."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -26,6 +28,7 @@ class Fault(ValueError):
     """A mistake within a field. The message follows the field's name and `path`, the place within the field."""
 
     def __init__(self, message: str, *path: str | int):
+        """path: the place of the mistake within the field, as keys and indices."""
         super().__init__(message)
         self.path = path
 
@@ -35,7 +38,7 @@ class Unsupported(Fault):
 
 
 def refusal_of(kind: type[BaseModel], given: Mapping[str, Any], error: Mapping[str, Any]) -> Refusal:
-    """One mistake that pydantic has found in `given`, as a sentence. kind: what `given` should have been."""
+    """Return one mistake that pydantic found in `given` as a `Refusal`. kind: the model that `given` was read as."""
     reason = error.get("ctx", {}).get("error")
     if isinstance(reason, Refusal):
         return reason

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from typing_extensions import override
+
 from specdec.serve.jobs import REASONS, Delta, Job
 from specdec.text import TextStream
 from specdec.vocabulary import vocabulary_of
@@ -13,8 +15,11 @@ BY_TOKEN = ("tokens", "likely", "marks", "texts")  # lists of a `Delta`
 
 
 class Choice:
-    """One of the texts of a response, while it grows. Its tokens end with the one that completes a stop string; its
-    text ends before the string. What may be the beginning of one, or is no whole character yet, is held back."""
+    """One of the texts of a response, while it grows.
+
+    Its tokens end with the one that completes a stop string; its text ends before the string. A possible beginning of a
+    stop string, and an incomplete character, are held back.
+    """
 
     def __init__(self, index: int, job: Job, tokenizer, stops: list[str], marked: bool = False):
         """marked: keep the text of each token, and count rounds, for a response that marks drafted tokens."""
@@ -97,7 +102,8 @@ def _joined(parts: list[Delta]) -> Delta:
 def speculation(choice: Choice, most: int, detailed: bool) -> dict:
     """What speculation did for a text, in vLLM's words. A step is a round in which something was drafted.
 
-    most: nodes that a round can draft. detailed: step by step too."""
+    most: nodes that a round can draft. detailed: step by step too.
+    """
     drafted, accepted = choice.drafted, choice.accepted
     steps, length = len(drafted), max([most, *accepted]) + 1
     by_draft = {
@@ -123,8 +129,7 @@ def _histogram(values: list[int], length: int) -> list[int]:
 
 @dataclass
 class Reply:
-    """A response while it grows: its choices, and the JSON of its kind. Chat and completions differ in the methods
-    below."""
+    """A response while it grows: its choices, and its JSON, which differs between chat and completions."""
 
     id: str
     model: str
@@ -139,6 +144,7 @@ class Reply:
     chunk_object: ClassVar[str]
 
     def usage(self) -> dict:
+        """Return the numbers of prompt, completion and cached tokens, as OpenAI's `usage`."""
         completion = sum(choice.count for choice in self.choices)
         total = self.prompt_tokens + completion
         used = {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": total}
@@ -183,13 +189,16 @@ class Reply:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def fields(self, choice: Choice, piece: Delta, whole: bool) -> dict:
-        """What is particular to the kind of a response: text and log-probabilities. whole: `piece` is all of it."""
+        """Return what depends on the kind of response: text and log-probabilities. whole: `piece` is all of it."""
         raise NotImplementedError
 
 
 class ChatReply(Reply):
+    """A response of /v1/chat/completions."""
+
     object, chunk_object = "chat.completion", "chat.completion.chunk"
 
+    @override
     def fields(self, choice: Choice, piece: Delta, whole: bool) -> dict:
         role = {"role": "assistant"} if whole or len(choice.pieces) == 1 else {}
         logprobs = None
@@ -218,8 +227,11 @@ def _by_text(choice: Choice, tokens: list[tuple[int, float]]) -> dict[str, float
 
 
 class CompletionReply(Reply):
+    """A response of /v1/completions."""
+
     object = chunk_object = "text_completion"
 
+    @override
     def fields(self, choice: Choice, piece: Delta, whole: bool) -> dict:
         logprobs = None
         if piece.logprobs is not None:

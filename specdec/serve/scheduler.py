@@ -40,13 +40,13 @@ class Scheduler:
         model: str | None = None,
         observer: Observer | None = None,
     ):
-        """rows: jobs at a time. room: tokens of the longest text, its prompt included. queue: jobs that may wait for a
-        row. prefill_chunk: tokens of prompts that are read between two rounds: short ones together, padding counted,
-        and of a longer one a part; None: by the device.
-        max_seconds: after which a job ends with an error, wherever it is. model: its name in metrics. observer: called
-        with every step.
+        """Reserve the engine's memory. Raises ValueError if that is not possible.
 
-        ValueError if the engine cannot hold that many."""
+        rows: jobs that run at a time. room: tokens of the longest text with its prompt. queue: jobs that may wait for a
+        row. prefill_chunk: prompt tokens between two rounds, with padding; a longer prompt is read in parts; None:
+        `CHUNKS` of the device. max_seconds: a waiting or running job ends with an error after so long. model: its name
+        in metrics. observer: gets a report of every step.
+        """
         self.engine, self.rows, self.queue_limit = engine, rows, queue
         self.prefill_chunk = prefill_chunk or CHUNKS[engine.device.type]
         # Nothing is copied for reports of eager rounds; of replayed ones what the host knows is enough.
@@ -75,11 +75,11 @@ class Scheduler:
     # For every thread
 
     def start(self) -> None:
+        """Start the thread that owns the engine."""
         self.thread.start()
 
     def submit(self, jobs: abc.Sequence[Job]) -> None:
-        """Let the jobs of a request wait for rows: all of them, or none. ValueError for what the target does not take,
-        `Refusal` when the queue is full or the scheduler closed."""
+        """Queue all jobs of a request or none. Raises ValueError for invalid jobs, `Refusal` if full or closed."""
         for job in jobs:
             self._check(job)
         with self.changed:
@@ -103,8 +103,10 @@ class Scheduler:
             self.changed.notify()
 
     def close(self, grace: float = 0.0) -> None:
-        """Accept no more jobs, and end those that wait. Running jobs have `grace` seconds to finish. This does not wait
-        for them: `join` does. A second call may shorten the grace."""
+        """Accept no more jobs, end the queued ones, and give running ones `grace` seconds to finish.
+
+        This returns at once; `join` waits. A second call may shorten the grace.
+        """
         with self.changed:
             deadline = time.perf_counter() + grace
             self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
@@ -170,8 +172,10 @@ class Scheduler:
             self.engine.adaptive.took(self.since - before)
 
     def _take_leaving(self) -> list[tuple[Job, str, int]]:
-        """Remove the jobs that end now. Returns each with the error message and HTTP status for its client; the message
-        is empty if the client cancelled it. Called with the lock held."""
+        """Remove the jobs that end now, with the lock held. Returns each with error message and HTTP status.
+
+        The message is empty if the client cancelled the job.
+        """
         now, everyone = time.perf_counter(), [*self.queue, *self.running.values()]
         leaving = [(job, "", 499) for job in everyone if job.unwanted]
         if self.max_seconds is not None:
@@ -190,8 +194,10 @@ class Scheduler:
         return leaving
 
     def _admit(self) -> None:
-        """Give the engine queued jobs, as many as there are free rows and as the budget of a prefill allows. Between
-        two prefills there is a round for the running ones. Called with the lock held."""
+        """Give the engine queued jobs, with the lock held, as free rows and the prefill budget allow.
+
+        A round for the running jobs separates two prefills.
+        """
         if self.prefilled and self.running:
             return
         joining: list[Job] = []
@@ -211,8 +217,10 @@ class Scheduler:
             self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
 
     def _next(self, joining: list[Job]) -> Job | None:
-        """Return the queued job that gets the next row; None if none may. Requests take turns, so that one with many
-        choices does not hold up the others, and the last free row goes to a request that has none."""
+        """Return the queued job that gets the next row; None if none may. Requests take turns.
+
+        So a request with many choices does not delay the others. The last free row goes to a request without a row.
+        """
         having = [job.request for job in (*self.running.values(), *joining)]
         allowed = self.queue
         if len(having) >= self.rows - 1:

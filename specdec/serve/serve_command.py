@@ -37,6 +37,7 @@ IDLE = 20.0  # seconds
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `specdec serve`: load the models, and answer requests until a signal."""
     from specdec.serve.app import make_app
 
     if args.trace is not None:
@@ -61,8 +62,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def hosts_of(args: argparse.Namespace) -> list[str]:
-    """Return the names in the `Host` header that are answered. On a loopback address a foreign name means that a web
-    page has had its own name resolved to this machine (DNS rebinding)."""
+    """Return the names in the `Host` header that are answered.
+
+    On a loopback address, an unknown name means that a web page resolved its own name to this machine (DNS rebinding).
+    """
     local = ["localhost", "127.0.0.1", "::1", "[::1]"]
     if args.allowed_hosts:
         return args.allowed_hosts.split(",")
@@ -70,6 +73,7 @@ def hosts_of(args: argparse.Namespace) -> list[str]:
 
 
 def make_models(args: argparse.Namespace) -> "tuple[Service, Recorder | None]":
+    """Return the service that the flags ask for, and the recorder of its trace, if any."""
     engine = make_engine(args)
     recorder = make_recorder(args, engine)
     return make_service(args, engine, recorder), recorder
@@ -80,7 +84,8 @@ def apart(make: Callable[..., Made], *args) -> Made:
 
     Each thread that computes has workers of its own. As soon as all of them are more than there are cores, libgomp lets
     them sleep between two operators, and waking them makes a round of a small target twice as long. So the engine's
-    thread must be the only one that has any."""
+    thread must be the only one that has any.
+    """
     call = Call(make, *args)
     made = call.future.result()
     call.join()
@@ -104,8 +109,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def make_engine(args: argparse.Namespace, target: LanguageModel | None = None) -> Engine:
-    """The engine that the flags ask for; settings are checked first, because models take a while. target: theirs, if it
-    has been loaded."""
+    """Return the engine that the flags ask for. Settings are checked before models are loaded, which takes a while.
+
+    Args:
+        args: The flags of `specdec serve`.
+        target: Their target, if it has been loaded.
+    """
     models = read_flags(ModelSettings, args)
     verifier = read_flags(VerifierSettings, args).make()
     tree: Any = None if args.no_draft else tree_of(args)
@@ -125,15 +134,20 @@ def make_engine(args: argparse.Namespace, target: LanguageModel | None = None) -
 
 
 def tree_of(args: argparse.Namespace) -> Tree:
-    """The tree that the flags ask for. Where they ask for none a CPU drafts a chain: there each further node costs time
-    (docs/results.md). `survival` chooses among all nodes of a tree."""
+    """Return the tree that the flags ask for.
+
+    Without such flags a CPU drafts a chain, since each further node costs time there (docs/results.md). The policy
+    `survival` instead chooses among all nodes of a tree.
+    """
     chooses = (args.adaptive or "").startswith(Survival.name)
     return CHAIN if left_to_cpu(args) and not chooses else read_flags(TreeSettings, args).make()
 
 
 def policy_of(args: argparse.Namespace, drafter: Drafter) -> str | None:
-    """The adaptive policy of the flags. If they set no tree either, a CPU drafts as deep as pays at the load, or not at
-    all, unless the drafter abstains where it has no proposal."""
+    """Return the adaptive policy of the flags.
+
+    Without flags for it or for a tree, a CPU uses `POLICY`, unless the drafter abstains where it has no proposal.
+    """
     return args.adaptive or (POLICY if left_to_cpu(args) and not drafter.abstains else None)
 
 
@@ -207,8 +221,11 @@ def closing_protocol() -> Any:
 
 
 def serve(app, listener: socket.socket, scheduler: "Scheduler", grace: float) -> None:
-    """Serve until SIGINT or SIGTERM. Then the server accepts no more requests, and running ones have `grace` seconds to
-    finish; the rest end with an error. A second signal ends these at once."""
+    """Serve until SIGINT or SIGTERM.
+
+    Then the server accepts no more requests. Running ones have `grace` seconds to finish; the rest end with an error. A
+    second signal ends these at once.
+    """
     import uvicorn
 
     how: dict[str, Any] = {"log_level": "warning", "access_log": False, "timeout_graceful_shutdown": grace + 1}

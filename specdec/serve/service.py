@@ -29,8 +29,10 @@ class Limits:
 
 
 class Service:
-    """A model that answers by a scheduler. Everything here is quick but to tokenize: call `prepare` where that may take
-    a moment."""
+    """A model that answers requests by a scheduler.
+
+    Every method is fast except for tokenization, so call `prepare` where it may take a moment.
+    """
 
     target: LanguageModel
     scheduler: Scheduler
@@ -55,10 +57,18 @@ class Service:
         prompt_details: bool = False,
         speculation: Speculation | None = None,
     ):
-        """stream_interval: tokens of an event of a stream; None: those of a step. acceptance: speculation metrics of
-        responses: 'none', 'summary' or 'detailed'. prompt_details: usages report how many tokens of prompts were not
-        read again. speculation: what requests may choose from; None: what the engine has, by its numbers. ValueError
-        for a target without a tokenizer."""
+        """Check the target. Raises ValueError for one without a tokenizer.
+
+        Args:
+            target: The model.
+            scheduler: It decodes with that model.
+            model: The model's name in requests and responses.
+            limits: What a request may ask for.
+            stream_interval: Tokens of an event of a stream; None: those of a step.
+            acceptance: Speculation metrics of responses: 'none', 'summary' or 'detailed'.
+            prompt_details: Report the number of cached prompt tokens in usages.
+            speculation: The speculation settings that requests may choose; None: those of the engine.
+        """
         if target.tokenizer is None:
             raise ValueError("a server needs a tokenizer, and this target has none")
         self.target, self.scheduler, self.model = target, scheduler, model
@@ -70,18 +80,28 @@ class Service:
         self.longest = max(len(vocabulary.bytes_of(token)) for token in range(len(target.tokenizer)))
 
     def models(self) -> dict:
+        """Return the JSON of /v1/models: the one model, with the room of a text and the speculation settings."""
         entry: dict[str, Any] = {"id": self.model, "object": "model", "created": self.created, "owned_by": "specdec"}
         entry |= {"root": self.model, "max_model_len": self.scheduler.room, "speculative": asdict(self.speculation)}
         return {"object": "list", "data": [entry]}
 
     def check_model(self, name: str | None) -> None:
+        """Raise `Refusal` with status 404 for another model's name. None is this model."""
         if name is not None and name != self.model:
             what = f"there is no model {shown(name)} here; there is {self.model!r}"
             raise Refusal(what, "model", status=404, code="model_not_found")
 
     def prepare(self, ask: Ask, grammar: Grammar | None, tell: Callable[[Delta], None]) -> Reply:
-        """Return the reply to a request, with a job for each choice, not yet submitted. grammar: of all texts.
-        tell: called with every delta. `Refusal` for what is not served."""
+        """Return the reply to a request, with a job for each choice, not yet submitted.
+
+        Args:
+            ask: The request.
+            grammar: The grammar of all texts, if any.
+            tell: Called with every delta of a job.
+
+        Raises:
+            Refusal: The request cannot be served.
+        """
         self.check_model(ask.model)
         prompts = self._prompts(ask)
         if len(prompts) * ask.n > self.limits.choices:
@@ -124,7 +144,7 @@ class Service:
             raise Refusal(str(error), field) from None
 
     def tokenize(self, body: dict) -> dict:
-        """vLLM's answer to {prompt} or {messages}."""
+        """Return the JSON of vLLM's /tokenize for {prompt} or {messages}."""
         self.check_model(body.get("model"))
         if "messages" in body:
             ids = self.encode_chat(read(ChatAsk, {"messages": body["messages"]}))
@@ -135,6 +155,7 @@ class Service:
         return {"count": len(ids), "max_model_len": self.scheduler.room, "tokens": ids}
 
     def detokenize(self, body: dict) -> dict:
+        """Return the JSON of vLLM's /detokenize for {tokens}."""
         self.check_model(body.get("model"))
         ids, vocab = body.get("tokens"), self.target.config.vocab
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab for i in ids):
@@ -142,6 +163,7 @@ class Service:
         return {"prompt": self.target.tokenizer.decode(ids)}
 
     def encode_chat(self, ask: ChatAsk) -> list[int]:
+        """Return the prompt's token ids by the chat template. Raises `Refusal` without one or for a long text."""
         if not self.target.tokenizer.chat_template:
             raise Refusal("the target's tokenizer has no chat template: ask for completions", "messages")
         self._check_length(sum(len(message.content or "") for message in ask.messages), "messages")

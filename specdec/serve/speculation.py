@@ -32,8 +32,10 @@ class Speculation:
         return cls(draft or type(engine.drafter).__name__, tree or "/".join(map(str, shape)), *shape, adaptive)
 
     def steps_of(self, wish: Wish | None) -> int | None:
-        """How many levels of the tree count for a request; None for all. `Refusal` for what this server does not have:
-        all rows are drafted for together, by one drafter and in one tree."""
+        """Return how many levels of the tree count for a request; None for all.
+
+        Raises `Refusal` for other settings of this server, as all rows share one drafter and one tree.
+        """
         if wish is None:
             return None
         if wish.off:

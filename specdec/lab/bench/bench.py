@@ -46,7 +46,8 @@ class Configuration:
 def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[Configuration]:
     """Return the chosen configurations by their names.
 
-    Raises ValueError for a name that is not known, and for a field that there is not."""
+    Raises ValueError for a name that is not known, and for a field that there is not.
+    """
     out = []
     for name in chosen:
         if name not in known:
@@ -71,7 +72,8 @@ def random_prompts(vocab: int, questions: int, seed: int) -> Prompts:
 def text_prompts(texts: list[list[int]], questions: int) -> Prompts:
     """Encoded prompts brought to length. Every trial takes the next ones.
 
-    A short prompt gets others before it, and a long one loses its beginning: the answer follows the true end."""
+    A short prompt gets others before it, and a long one loses its beginning: the answer follows the true end.
+    """
 
     def prompts(trial: int, length: int) -> list[list[int]]:
         out = []
@@ -163,7 +165,8 @@ class Bench:
 
     def _attempt(self, name: str, what: Callable[[str], None]) -> None:
         """Do it unless the time is up, and write an error into the row. After its warm-up a contender gets one trial in
-        any case."""
+        any case.
+        """
         row = self.rows[name]
         if "failed" in row or "skipped" in row:
             return

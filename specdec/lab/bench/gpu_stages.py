@@ -91,7 +91,8 @@ class Proof:
         """Return the stage of a Python command: the words of a text, and further ones.
 
         out: the words that name the result file; None: the command has none. The file is named after the stage, or
-        after `result`."""
+        after `result`.
+        """
         result = self.results / f"{how.pop('result', name).replace(' ', '_')}.json" if out else None
         named = [word.format(result) for word in out.split()] if out else []
         command = [sys.executable, *text.split(), *map(str, words), *named]

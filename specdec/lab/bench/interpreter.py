@@ -46,7 +46,8 @@ def use_interpreter() -> None:
 
 def _mend_bounds(interpreter) -> None:
     """Triton 3.6 takes the bound of a loop, an array of one element, for a number. numpy refuses that from 2.4 on. This
-    is how Triton 3.7 does it."""
+    is how Triton 3.7 does it.
+    """
     patch = interpreter._patch_lang_tensor
 
     def with_bounds(tensor, scope) -> None:

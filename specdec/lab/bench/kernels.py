@@ -53,7 +53,8 @@ class Bench:
 
     def measure(self, case: KernelCase | Exception) -> dict:
         """Return every implementation's time, rates and share of the ceiling. Raises the error of a case that could not
-        be made."""
+        be made.
+        """
         if isinstance(case, Exception):
             raise case
         torch.compiler.reset()

@@ -25,7 +25,8 @@ def wait(device: torch.device) -> None:
 def captured(run: Run, device: torch.device) -> Run:
     """Return a call that does `run` again: a CUDA graph of it; on the CPU, where launches cost little, `run` itself.
 
-    It is run a few times first, so that kernels are compiled and libraries have what they need."""
+    It is run a few times first, so that kernels are compiled and libraries have what they need.
+    """
     if device.type != "cuda":
         return run
     stream = torch.cuda.Stream(device)
@@ -43,7 +44,8 @@ def captured(run: Run, device: torch.device) -> Run:
 def device_seconds(run: Run, device: torch.device, trials: int = 5, before: Run = lambda: None) -> float:
     """Return the median seconds that the device works on `run`, over `trials` after a few warm-ups.
 
-    before: run ahead of each, and not timed."""
+    before: run ahead of each, and not timed.
+    """
     times = []
     for _ in range(WARM_UPS + trials):
         before()
@@ -71,7 +73,8 @@ def read_bytes(target, context: float, *, packed: bool = True) -> float:
     """Bytes that plain decoding of one row must read for the token after `context` tokens.
 
     These are all weights, the embedding only where it is the head too, and the keys and values that the layers see.
-    packed: count weights as this engine reads them after packing (`specdec.ops.linear`), not as they are held."""
+    packed: count weights as this engine reads them after packing (`specdec.ops.linear`), not as they are held.
+    """
     config, table = target.config, target.embed.weight
     read = {id(p): bytes_read(p) if packed else p.nbytes for p in target.parameters()}
     if target.head.weight is not table:
@@ -91,7 +94,8 @@ class PeakMemory:
     """A context whose `bytes` is the most memory in use within it.
 
     On a GPU these are the bytes allocated beyond those at the beginning. On the CPU it is the largest resident set that
-    the process has had since it started, which never falls."""
+    the process has had since it started, which never falls.
+    """
 
     def __init__(self, device: torch.device):
         self.device, self.bytes = device, 0

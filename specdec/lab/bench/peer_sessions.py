@@ -47,7 +47,8 @@ def ctranslate2_session(folder: str, **settings) -> Session:
     """A generator of CTranslate2.
 
     Its products are oneDNN's instead of MKL's: on two threads MKL's threads and its own wait for each other, and a
-    token takes ten times as long (docs/log.md). On one thread oneDNN's are as fast."""
+    token takes ten times as long (docs/log.md). On one thread oneDNN's are as fast.
+    """
     os.environ.setdefault("CT2_USE_MKL", "0")  # read when it is imported
     import ctranslate2
 

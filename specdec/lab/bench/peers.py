@@ -57,7 +57,8 @@ class Peer(Contender):
         """Raise NotAvailable for parts of a model, beyond Llama's plain block, that are not `known`.
 
         Parts are named as fields of `ModelConfig`; a scaled rope is `rope.linear` or `rope.llama3`. A window that holds
-        all of the `slots` tokens is not a part."""
+        all of the `slots` tokens is not a part.
+        """
         optional = [f for f in fields(config) if f.default is not MISSING]
         parts = {f.name for f in optional if getattr(config, f.name) != f.default}
         if config.window is None or config.window >= slots:
@@ -96,7 +97,8 @@ class Peer(Contender):
 
 class CTranslate2(Peer):
     """`generate_batch` of CTranslate2, which calls back for every token. What it draws does not depend on the seed: its
-    threads have seeds of their own."""
+    threads have seeds of their own.
+    """
 
     engine, modules = "CTranslate2", ("ctranslate2",)
     kinds = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # noqa: RUF012
@@ -130,7 +132,8 @@ class CTranslate2(Peer):
 
 class LlamaCpp(Peer):
     """llama.cpp's server, in `xllamacpp`, which sends each token as a chunk of text. The cache is in fp16, as its own
-    default is, and it chooses flash attention itself."""
+    default is, and it chooses flash attention itself.
+    """
 
     engine, modules = "llama.cpp", ("xllamacpp", "gguf")
     cells = 256  # it pads a context to a multiple of this many tokens
@@ -193,7 +196,8 @@ class LlamaCpp(Peer):
 def peers_by_name(target, slots: int) -> dict[str, Callable[[], Contender]]:
     """Return makers: ENGINE with weights of the target's dtype, ENGINE-fp32, -fp16 and -bf16 with those of another.
 
-    slots: tokens of the longest text that will be decoded, its prompt included."""
+    slots: tokens of the longest text that will be decoded, its prompt included.
+    """
     makers: dict[str, Callable[[], Contender]] = {}
     for name, engine in {"ctranslate2": CTranslate2, "llama.cpp": LlamaCpp}.items():
         makers[name] = partial(engine, target, slots, target.dtype)

@@ -128,7 +128,8 @@ class Scene:
 def measure_parts(report: Report, scene: Scene, ceiling: float, trials: int) -> None:
     """Plain decoding, forwards by nodes, and the round by part, each from a graph of its own.
 
-    A time is the median of a part on the device. Before each replay the L2 cache is overwritten, as other parts do."""
+    A time is the median of a part on the device. Before each replay the L2 cache is overwritten, as other parts do.
+    """
     device = scene.target.device
     sweep = torch.empty(L2_SWEEP if device.type == "cuda" else 1, dtype=torch.int8, device=device)
 

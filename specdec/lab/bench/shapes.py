@@ -2,7 +2,8 @@
 
 They are made where they are needed, and stored nowhere. conf/shape/*.yaml holds the public config of each model. All
 values are bf16 values whatever the dtype, as in the checkpoints of these models: on the CPU the speed of fp32 depends
-on that (`specdec.ops.linear`)."""
+on that (`specdec.ops.linear`).
+"""
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def random_head(target: Target, draft_vocab_size: int | None = None, seed: int =
 
 
 def random_transformers(config: dict, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """transformers' own model of the same config."""
+    """Transformers' own model of the same config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     fields = {key: value for key, value in config.items() if key != "model_type"}

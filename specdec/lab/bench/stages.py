@@ -30,7 +30,8 @@ class Stage:
     """A command with a time limit.
 
     In its words {limit} becomes the seconds that it has, and {budget} three quarters of them, for commands that keep to
-    a budget themselves."""
+    a budget themselves.
+    """
 
     name: str
     command: list[str]
@@ -62,7 +63,8 @@ def run_stages(
 ) -> None:
     """Run all stages that can run. done: called with the record of each as soon as it is over.
 
-    logs: a folder for the whole output of each, NAME.log. tick: called every few seconds while a stage runs."""
+    logs: a folder for the whole output of each, NAME.log. tick: called every few seconds while a stage runs.
+    """
     deadline = time.monotonic() + seconds
     for i, stage in enumerate(stages):
         left = deadline - time.monotonic()
@@ -98,7 +100,8 @@ def run_stage(
 
 def _run(command: list[str], limit: float, cwd: Path | None, log: Path, tick: Callable[[], None]) -> tuple[int, bool]:
     """Return the exit code, and whether the time was over: then the command and its children are interrupted, as by
-    Ctrl-C, and killed after some more time. Whatever ends this process ends the command."""
+    Ctrl-C, and killed after some more time. Whatever ends this process ends the command.
+    """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def begin() -> None:
@@ -153,7 +156,8 @@ def _result(stage: Stage, output: str):
 
 def packer(folder: Path, path: Path) -> Callable[[], None]:
     """Return a function that packs the JSON files and logs of a folder into a .tar.gz if they have changed. The archive
-    is whole at any moment."""
+    is whole at any moment.
+    """
     packed: list[tuple] = []
 
     def fill(staging: Path) -> None:

@@ -28,7 +28,8 @@ class Load:
 
 async def drive(client, asked: Asked, prompts: Sequence[str], load: Load, seed: int = 0) -> dict:
     """Send every prompt once. Returns the figures of the run (`figures_of`), with the acceptance from the server's
-    counters."""
+    counters.
+    """
     before, start = await counters(client), time.perf_counter()
     slots, draw, tasks = asyncio.Semaphore(load.concurrency or len(prompts)), random.Random(seed), []
 
@@ -79,7 +80,7 @@ def spread(values: Sequence[float]) -> dict | None:
 
 
 async def counters(client) -> dict[str, float]:
-    """vLLM's counters of speculation, summed over labels; empty where a server has none."""
+    """VLLM's counters of speculation, summed over labels; empty where a server has none."""
     import httpx2  # an extra
 
     try:

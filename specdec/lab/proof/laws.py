@@ -37,7 +37,7 @@ class TableDrafter(Drafter):
     """A drafter whose distribution depends on the last token alone. Any tree policy can grow its trees."""
 
     def __init__(self, logits: Tensor, ids: Tensor | None = None):
-        """logits [V,V]: row t are those of the token after t. ids [U]: the tokens that are proposed; None: all."""
+        """Logits [V,V]: row t are those of the token after t. ids [U]: the tokens that are proposed; None: all."""
         super().__init__()
         self.logits, self.vocab = logits, DraftVocab(len(logits), ids)
 
@@ -73,7 +73,8 @@ def three_tokens(
 ) -> tuple[Tensor, Tensor]:
     """The three tokens [draws,3] that follow token 0, and how many of them were emitted [draws].
 
-    Those that were not are drawn from the target."""
+    Those that were not are drawn from the target.
+    """
     target, drafter = table_logits()[0], TableDrafter(table_logits()[1])
     rows = Noise([(seed, row) for row in range(draws)], hashes_of(torch.arange(VOCAB)))
     root = torch.zeros(draws, dtype=torch.int64)
@@ -113,7 +114,8 @@ def prove_law(
 def chi_square(seen: Tensor, expected: Tensor) -> float:
     """The p-value of counts [K] against expected counts [K] of the same sum.
 
-    It is 0 where the impossible happened, and NaN where the counts are too few."""
+    It is 0 where the impossible happened, and NaN where the counts are too few.
+    """
     if seen[expected == 0].sum() > 0:
         return 0.0
     rare = expected < LEAST_EXPECTED
@@ -186,7 +188,8 @@ def prove_sampled(
 
     A token's place is the probability of all likelier tokens given the text before it, and a random part of its own
     probability (Rosenblatt's transform, 1952). The places of tokens that are drawn from these distributions are
-    independent and uniform on [0, 1], however the tokens were drafted."""
+    independent and uniform on [0, 1], however the tokens were drafted.
+    """
     assert not sampling.penalised, "the distributions are those of the target without penalties"
     engine = Engine(target, drafter, tree, verifier)
     generator = torch.Generator().manual_seed(seed)

@@ -106,7 +106,8 @@ def prove(
 ) -> Proof:
     """Run all tests. prompts: token ids; draws: of three tokens, for each rule, tree and sampling.
 
-    self_test: break the rules (`OneInAThousand`), to see that the proof finds it."""
+    self_test: break the rules (`OneInAThousand`), to see that the proof finds it.
+    """
 
     def rule(name: str) -> Verifier:
         verifier = make_verifier(name)

@@ -73,7 +73,8 @@ class Script:
 
 def script(prompts: list[list[int]], drafts: int, accepted: int, vocab: int, seed: int) -> Script:
     """Verify, accept a part; a step without drafts; verify and accept a part again. Row r accepts r drafts more than
-    `accepted`, and never all."""
+    `accepted`, and never all.
+    """
     generator = torch.Generator().manual_seed(seed)
     taken = (torch.arange(len(prompts)) + accepted) % drafts
     rounds = []
@@ -112,7 +113,8 @@ def prove_rollback(
     not one by one.
 
     target: anything with `forward` and `new_cache` as `Target` has them, whose cache has `advance`, `commit` and
-    `committed`."""
+    `committed`.
+    """
     prompts, proof = [prompt[-LONGEST:] for prompt in prompts], RollbackProof()
     for group in [prompts] if together else [[prompt] for prompt in prompts]:
         for accepted in range(drafts):

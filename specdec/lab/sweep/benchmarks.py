@@ -192,7 +192,8 @@ class Dialogue:
 def template_settings(target: LanguageModel, raw: bool, thinking: bool | None) -> tuple[bool, dict]:
     """(raw, variables of the chat template), for prompts that are raw where there is no template.
 
-    Raises ValueError if the template has no switch for thinking and one is asked for."""
+    Raises ValueError if the template has no switch for thinking and one is asked for.
+    """
     template = target.tokenizer.chat_template
     raw = raw or not template
     if thinking is None:

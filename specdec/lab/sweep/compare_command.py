@@ -53,7 +53,8 @@ def entries_of(settings: dict) -> dict:
 
 def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> list[dict]:
     """Decode with other engines, plainly, and with the first drafter, by the benchmark of `specdec lab bench`: prompts
-    of `ENGINE_PROMPT` tokens, greedy. Returns its rows."""
+    of `ENGINE_PROMPT` tokens, greedy. Returns its rows.
+    """
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
     contenders = ["plain", "speculative", *({"transformers": "sdpa"}.get(name, name) for name in engines)]
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}

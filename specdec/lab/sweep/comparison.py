@@ -55,7 +55,8 @@ SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 
 class Comparison:
     """What `compare` found: a score for each drafter, in the order in which they were given.
 
-    Printed it is a table, followed by a summary in words."""
+    Printed it is a table, followed by a summary in words.
+    """
 
     scores: list[Score]
     plain_tokens_per_second: float
@@ -64,7 +65,8 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """Say which drafter is fastest, whether it pays, which others are not significantly slower, and whether texts
-        are the target's. Intervals are of 95 %, over prompts; a ratio whose interval holds 1 is no difference."""
+        are the target's. Intervals are of 95 %, over prompts; a ratio whose interval holds 1 is no difference.
+        """
         best = max(self.scores, key=lambda s: s.ratio_to_plain)
         large = any(s.num_draft_tokens > SMALL for s in self.scores)
         remedy = f"{SMALLER + ' ' if large else ''}`specdec tune` finds what is fastest here."
@@ -245,7 +247,8 @@ def compare(
 
 def named(drafts: str | Drafter | abc.Sequence | Mapping) -> dict[str, object]:
     """Entries by name. Those of a list are called as they say, or by the end of their path (`short_name`); if two would
-    be called the same, by their whole path."""
+    be called the same, by their whole path.
+    """
     if isinstance(drafts, Mapping) and "draft" not in drafts:
         found = dict(drafts)
     else:

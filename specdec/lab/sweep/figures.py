@@ -28,7 +28,7 @@ def _chosen(points: Results) -> list[tuple[dict, dict]]:
 
 
 def heat_maps(points: Results) -> Figure | None:
-    """tau by steps and num_draft_tokens: a row for each drafter, a panel for each topk, one scale of colour."""
+    """Tau by steps and num_draft_tokens: a row for each drafter, a panel for each topk, one scale of colour."""
     by = by_drafter(points)
     trees = [r["settings"]["tree"] for r in points]
     topks = sorted({t["topk"] for t in trees})
@@ -72,7 +72,7 @@ def _heat_map(axis: Axes, points: Results, columns: list[int], steps: list[int],
 
 
 def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
-    """tau against nodes, which are exact, and against time, with the Pareto front and lines of equal speed."""
+    """Tau against nodes, which are exact, and against time, with the Pareto front and lines of equal speed."""
     figure, (left, right) = subplots(1, 2, figsize=(WIDTH, 3.9), sharey=True)
     by = by_drafter(points)
     for name, mine in by.items():
@@ -167,7 +167,7 @@ def depth(points: Results) -> Figure | None:
 
 
 def categories(points: Results) -> Figure | None:
-    """tau by category, of each drafter's point with the greatest tau."""
+    """Tau by category, of each drafter's point with the greatest tau."""
     chosen = _chosen(points)
     names = list(dict.fromkeys(c for r, _ in chosen for c in r["by_category"]))
     if len(names) < 2:

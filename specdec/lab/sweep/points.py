@@ -89,7 +89,8 @@ def tree_settings(tree: str) -> dict[str, int | bool | None]:
 def signature(path: str) -> str:
     """A digest of a checkpoint's weights, configs, tokenizer and templates, byte by byte.
 
-    Raises ValueError if there is none."""
+    Raises ValueError if there is none.
+    """
     folder = resolve(path)
     files = {file for pattern in SMALL_FILES for file in folder.glob(pattern) if file.name != FILE} | set(
         weight_files(folder)

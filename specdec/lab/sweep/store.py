@@ -51,7 +51,8 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
 
     Points that another version of the code made do not compare, and are left out. A result gets an entry
     `identical` if there is plain decoding of the same questions and the rule draws as that does: how many answers are
-    the same."""
+    the same.
+    """
     folders = sorted(p.parent for p in (out / "points").glob(f"*/{RESULT}") if not p.parent.suffix)
     now = code_version()
     found = [both for both in map(partial(_read_point, now=now), folders) if both is not None]
@@ -70,7 +71,8 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
 def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
     """What was measured at a point, and its times; None if another version of the code made it.
 
-    Raises ValueError, one sentence, for files that were changed by hand or are damaged."""
+    Raises ValueError, one sentence, for files that were changed by hand or are damaged.
+    """
     try:
         result, file = read_json(folder / RESULT), str(folder / RESULT)
         if read_model(Head, result, file).settings.code != now:
@@ -118,7 +120,8 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     """Write results.jsonl and timings.jsonl of all points in the folder, and return what `collect` returns.
 
     results.jsonl is the same however often the sweep was interrupted. Several sweeps may share a folder: the last one
-    to finish writes the points of all."""
+    to finish writes the points of all.
+    """
     with only_writer(out, inside=True, wait=True):
         results, timings, old = collect(out)
         for name, lines in ((RESULTS, results), (TIMINGS, timings.values())):
@@ -143,7 +146,8 @@ def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
 
 def tree_name(r: dict) -> str:
     """Return topk/steps/num_draft_tokens of a dynamic tree, the same after 'block' for a tree over a block, or 'chain'
-    and its steps."""
+    and its steps.
+    """
     tree = r["settings"]["tree"]
     if tree["topk"] == 1:
         return f"chain {tree['steps']}"
@@ -151,7 +155,7 @@ def tree_name(r: dict) -> str:
 
 
 def tau(r: dict) -> dict:
-    """tau with its interval: {"value", "low", "high"}."""
+    """Tau with its interval: {"value", "low", "high"}."""
     return r["metrics"]["tau"]
 
 

@@ -89,7 +89,8 @@ class Sweep:
         """Plain decoding if `baseline`; then for each drafter the points of all trees, and that of its best tree.
 
         best_tree: {"questions", "steps", "topk", "num_draft_tokens"}: how many questions the best tree is measured on,
-        how deep and wide it may be, and the list of sizes that it is made for. None: no best tree."""
+        how deep and wide it may be, and the list of sizes that it is made for. None: no best tree.
+        """
         plain = SweepPoint("decode", None, None, self.common, self.names | {"draft": "none"})
         found = [plain] if baseline else []
         for draft in drafts:
@@ -112,7 +113,8 @@ class Sweep:
         'measured'.
 
         A tree that cannot be, or that the drafter cannot draft, is no error: the point's result says that it was
-        skipped, and why."""
+        skipped, and why.
+        """
         loaded, drafter = None, None
         for point in points:
             with only_writer(point_folder(self.out, point.key), wait=True):  # another process may be at this point
@@ -211,7 +213,8 @@ class Sweep:
 
     def _best_tree(self, point: SweepPoint, engine: Engine) -> None:
         """Measure acceptance by depth and rank along plain answers to some of the questions, and find the trees that
-        make the most of it."""
+        make the most of it.
+        """
         wanted: dict[str, Any] = point.settings["best_tree"]
         drafter: Any = engine.drafter
         chosen = self._some(wanted["questions"])

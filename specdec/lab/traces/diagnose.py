@@ -32,7 +32,8 @@ def calibration(rows: Rows, bins: int = 10) -> dict:
     Returns {"bins": [{"draft", "accepted", "count"}], "error"}. Bins are of equal width in the probability under the
     drafter: draft is its mean, accepted the share of tokens accepted. error is the expected calibration error (arXiv
     1706.04599), the mean over tokens of |accepted - draft| of their bin. There are no bins if the tree policy has no
-    probabilities."""
+    probabilities.
+    """
     examined = [pair for row in rows for r in row.rounds if r.tree is not None for pair in _examined(r)]
     out = _binned("draft", examined, [*(i / bins for i in range(bins)), math.inf])
     off = sum(abs(b["accepted"] - b["draft"]) * b["count"] for b in out)
@@ -50,9 +51,10 @@ def _examined(r: TracedRound) -> Iterator[tuple[float, bool]]:
 
 
 def by_context(rows: Rows, *, resamples: int = 1000, edges: Sequence[int] = CONTEXTS) -> list[dict]:
-    """tau by the tokens of context that a round began with, with 95 % intervals over questions.
+    """Tau by the tokens of context that a round began with, with 95 % intervals over questions.
 
-    Returns [{"from", "to", "rounds", "value", "low", "high"}] without the bins that have no round."""
+    Returns [{"from", "to", "rounds", "value", "low", "high"}] without the bins that have no round.
+    """
     out = []
     for low, high in pairwise((*edges, math.inf)):
         some = [replace(row, rounds=[r for r in row.rounds if low <= r.context < high]) for row in rows]
@@ -92,7 +94,8 @@ def examples(rows: Rows, decode: Callable[[int], str]) -> list[dict]:
 
     Returns [{"question", "context", "tokens", "parents", "draft", "target", "path", "bonus"}]. draft and target hold
     each token's probability given its parent, under the drafter (None if the policy does not give it) and under the
-    target. bonus is the text of the token after the path, None if the text ended before."""
+    target. bonus is the text of the token after the path, None if the text ended before.
+    """
     found = [(row, r) for row in rows for r in row.rounds if r.drafted]
     counts = sorted(r.accepted for _, r in found)
     wanted = list(dict.fromkeys((counts[-1], counts[len(counts) // 2], 0))) if counts else []
@@ -123,7 +126,8 @@ class Probe(WrappedDrafter):
     """A drafter and an observer at once, for `Engine(target, probe, tree)` and `generate(..., observer=probe)`.
 
     It drafts as the drafter that it holds, and notes the hidden states of each step and the entropies where something
-    was drafted. It takes one row at a time. It waits for the device, so the times of such a decoding mean nothing."""
+    was drafted. It takes one row at a time. It waits for the device, so the times of such a decoding mean nothing.
+    """
 
     def __init__(self, drafter: Drafter):
         super().__init__(drafter)
@@ -171,7 +175,8 @@ class Probe(WrappedDrafter):
         """Norms of the hidden state by draft step. A state that grows or shrinks with every step leaves the range that
         training knew.
 
-        Returns [{"step", "mean", "low", "high", "count"}], where low and high are the 10th and the 90th percentile."""
+        Returns [{"step", "mean", "low", "high", "count"}], where low and high are the 10th and the 90th percentile.
+        """
         out = []
         for step, parts in sorted(self.hidden.items()):
             values = torch.cat(parts).double()
@@ -183,12 +188,13 @@ class Probe(WrappedDrafter):
         """The share accepted by entropy in nats, at temperature 1: by that of the target where it chose the next token,
         and by that of the drafter at the root.
 
-        Returns {"target": bins, "draft": bins} with bins [{"entropy", "accepted", "count"}], empty ones left out."""
+        Returns {"target": bins, "draft": bins} with bins [{"entropy", "accepted", "count"}], empty ones left out.
+        """
         return {name: _binned("entropy", getattr(self, name), NATS) for name in ("target", "draft")}
 
 
 def _entropy(logits: Tensor) -> Tensor:
-    """logits [...,V] -> nats [...]; logits of -inf count as nothing."""
+    """Logits [...,V] -> nats [...]; logits of -inf count as nothing."""
     logp = logits.float().log_softmax(-1)
     return -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
 

@@ -27,7 +27,8 @@ BY_DEPTH: dict[str, Callable[[Rows], list[float]]] = {}
 def metric(function: Any) -> Any:
     """Register a metric: summaries and tables show it under the function's name.
 
-    A function that is annotated to return a list has a value for each depth."""
+    A function that is annotated to return a list has a value for each depth.
+    """
     by_depth = inspect.get_annotations(function)["return"] == list[float]
     (BY_DEPTH if by_depth else METRICS)[function.__name__] = function
     return function
@@ -42,7 +43,8 @@ def tau(rows: Rows) -> float:
 @metric
 def tau_macro(rows: Rows) -> float:
     """The mean over rows of each row's `tau`: short answers weigh as much as long ones. Rows without a round are left
-    out."""
+    out.
+    """
     return _mean([traces.tau([row.trace]) for row in rows if row.rounds])
 
 
@@ -52,14 +54,16 @@ def eagle_tau(rows: Rows) -> float:
 
     EAGLE's average acceptance length (SafeAILab/EAGLE: `new_token / (idx + 1)`, idx the loop's 0-based counter),
     Spec-Bench's #Mean accepted tokens (hemingkx/Spec-Bench `evaluation/speed.py`: the mean of all rounds'
-    accept_lengths), and the block efficiency of speculative decoding's papers (arXiv 2211.17192)."""
+    accept_lengths), and the block efficiency of speculative decoding's papers (arXiv 2211.17192).
+    """
     return _share(sum(sum(row.trace.accepted) for row in rows) + rounds_of(rows), rounds_of(rows))
 
 
 @metric
 def hass_tau(rows: Rows) -> float:
     """The mean over rows of 1 + mean(a): HASS (arXiv 2408.15766) averages each question first. Rows without a round are
-    left out."""
+    left out.
+    """
     return _mean([1 + sum(row.trace.accepted) / row.trace.rounds for row in rows if row.rounds])
 
 
@@ -68,7 +72,8 @@ def vllm_mean_acceptance_length(rows: Rows) -> float:
     """1 + sum(a) / drafts, where a draft is a round in which something was drafted; tokens after the end of the text
     count.
 
-    vLLM, `vllm/v1/spec_decode/metrics.py`."""
+    vLLM, `vllm/v1/spec_decode/metrics.py`.
+    """
     drafts = sum(row.drafting.rounds for row in rows)
     return 1 + _share(sum(sum(row.drafting.accepted) for row in rows), drafts)
 
@@ -79,21 +84,24 @@ def sglang_accept_length(rows: Rows) -> float:
     higher.
 
     `completion_tokens / spec_verify_ct` of SGLang's meta info (sgl-project/SpecForge `benchmarks/benchmarker/utils.py`,
-    which calls an answer without a round 1)."""
+    which calls an answer without a round 1).
+    """
     return _share(len(rows) + sum(sum(row.trace.emitted) for row in rows), rounds_of(rows))
 
 
 @metric
 def mtp_acceptance_rate(rows: Rows) -> float:
     """sum(a) / drafted tokens, without the bonus: what model cards of targets with multi-token prediction give. Of
-    chains only; with one head it is the first of `vllm_per_position_rates`, DeepSeek-V3's rate of the second token."""
+    chains only; with one head it is the first of `vllm_per_position_rates`, DeepSeek-V3's rate of the second token.
+    """
     return draft_token_efficiency(rows) if all(row.chains for row in rows) else math.nan
 
 
 @metric
 def draft_token_efficiency(rows: Rows) -> float:
     """sum(a) / sum(N - 1): which share of the nodes that the target verified was accepted. vLLM's draft acceptance rate
-    (`vllm/v1/spec_decode/metrics.py`), there of chains."""
+    (`vllm/v1/spec_decode/metrics.py`), there of chains.
+    """
     return _share(sum(sum(row.trace.accepted) for row in rows), sum(sum(row.drafted) for row in rows))
 
 
@@ -106,7 +114,8 @@ def undrafted_share(rows: Rows) -> float:
 @metric
 def experts_per_verification(rows: Rows) -> float:
     """Of a target with experts: how many distinct ones the nodes of a round asked in a layer, all rows of the batch
-    together; the mean over layers and rounds. Each is read from memory once, so this is what a tree costs there."""
+    together; the mean over layers and rounds. Each is read from memory once, so this is what a tree costs there.
+    """
     return _mean([r.experts for row in rows for r in row.rounds if r.experts is not None])
 
 
@@ -114,7 +123,8 @@ def experts_per_verification(rows: Rows) -> float:
 def acceptance_by_depth(rows: Rows) -> list[float]:
     """For d = 1..D the share of rounds that accepted at least d drafted tokens, over all rounds. It never rises.
 
-    The one that all commands print and draw, see `specdec.engine.traces.acceptance_by_depth`."""
+    The one that all commands print and draw, see `specdec.engine.traces.acceptance_by_depth`.
+    """
     return _by_depth([row.trace for row in rows], _steps(rows))
 
 
@@ -122,7 +132,8 @@ def acceptance_by_depth(rows: Rows) -> list[float]:
 def vllm_per_position_rates(rows: Rows) -> list[float]:
     """Conditional: `acceptance_by_depth` over the rounds in which something was drafted.
 
-    vLLM, `num_accepted_tokens_per_pos / num_drafts`."""
+    vLLM, `num_accepted_tokens_per_pos / num_drafts`.
+    """
     return _by_depth([row.drafting for row in rows], _steps(rows))
 
 
@@ -131,7 +142,8 @@ def n_alpha(rows: Rows) -> list[float]:
     """For n = 0..D-1 the share of drafted tokens accepted among those that were examined, i.e. all before them were
     accepted, and that were drafted from n features of the drafter's own. Of chains only.
 
-    EAGLE (arXiv 2401.15077; SafeAILab/EAGLE `eagle/model/utils_alpha.py`)."""
+    EAGLE (arXiv 2401.15077; SafeAILab/EAGLE `eagle/model/utils_alpha.py`).
+    """
     if not all(row.chains for row in rows):
         return [math.nan] * _steps(rows)
     rounds = [both for row in rows for both in zip(row.trace.accepted, row.drafted, strict=True)]
@@ -188,7 +200,8 @@ def bootstrap(
 
     Questions are drawn with replacement, each with all its rows: rounds of a text are not independent, and neither are
     the turns of a conversation. With fewer than two questions nothing can be said, and intervals are (nan, nan).
-    Raises ValueError for a level outside (0, 1), and for fewer than one resample."""
+    Raises ValueError for a level outside (0, 1), and for fewer than one resample.
+    """
     if not 0 < level < 1:
         raise ValueError(f"the level of an interval must lie between 0 and 1, got {level}")
     if resamples < 1:
@@ -215,7 +228,8 @@ def _as_list(value: float | list[float]) -> list[float]:
 def summary(rows: Rows, **how) -> dict:
     """All metrics, each value with its interval: {"questions", "rows", "rounds", "metrics", "by_depth", "by_category"}.
 
-    how: settings of `bootstrap`. What is not defined is None, as JSON has no nan."""
+    how: settings of `bootstrap`. What is not defined is None, as JSON has no nan.
+    """
     return _measure(rows, **how) | {
         "by_category": {c: _measure(group, **how) for c, group in by_category(rows).items()}
     }

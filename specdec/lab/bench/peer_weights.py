@@ -71,11 +71,12 @@ def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
     spec.save(str(folder))
 
 
-def fill(module: nn.Module, *places: Any) -> None:
+def fill(module: nn.Module | None, *places: Any) -> None:
     """Put the parameters of a module into a place of CTranslate2's specification, or in equal parts into several."""
     if isinstance(module, RMSNorm):
         places[0].gamma = module.gain().detach().contiguous()
         return
+    assert module is not None, "the config says that the target has it"
     for name, value in module.named_parameters():
         for place, part in zip(places, value.detach().chunk(len(places)), strict=True):
             setattr(place, name, part.contiguous())
@@ -98,17 +99,14 @@ def attention_values(config: ModelConfig, layer: int) -> dict[str, np.generic]:
     return values
 
 
-def without_texts(writer: Any, config: ModelConfig) -> None:
-    """Add tokens without a text to a `GGUFWriter`."""
-    # Of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token.
-    writer.add_tokenizer_model("rwkv")
-    writer.add_token_list([f"<{token}>" for token in range(config.vocab)])
-
-
-def write_gguf(path: Path, target: Target, name: str, dtype: torch.dtype, vocabulary: Callable = without_texts) -> None:
+def write_gguf(
+    path: Path, target: Target, name: str, dtype: torch.dtype, vocabulary: Callable[..., None] | None = None
+) -> None:
     """Write a GGUF file of llama.cpp's architecture `name`: matrices in `dtype`, vectors in fp32.
 
-    vocabulary: adds the tokenizer to a `GGUFWriter`, given that and the config."""
+    Args:
+        vocabulary: Adds the tokenizer to a `GGUFWriter`; by default tokens without a text.
+    """
     import gguf
 
     config, rope, writer = target.config, target.config.rope, gguf.GGUFWriter(path, name, use_temp_file=True)
@@ -132,7 +130,11 @@ def write_gguf(path: Path, target: Target, name: str, dtype: torch.dtype, vocabu
         values |= {"sliding_window": config.window, "rope_freq_base_swa": config.local_rope.theta}
     for field, value in values.items():
         getattr(writer, f"add_{field}")(value)
-    vocabulary(writer, config)
+    if vocabulary is not None:
+        vocabulary(writer)
+    else:  # of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token
+        writer.add_tokenizer_model("rwkv")
+        writer.add_token_list([f"<{token}>" for token in range(config.vocab)])
     kind = gguf.GGMLQuantizationType
     kinds = {torch.float32: kind.F32, torch.float16: kind.F16, torch.bfloat16: kind.BF16}
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)

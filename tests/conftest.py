@@ -12,8 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core: more threads
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
-
-from specdec.lab.bench.interpreter import use_interpreter
+from interpreter import use_interpreter
 
 if not torch.cuda.is_available():  # kernels run on CPU tensors; to be said before anything imports Triton
     use_interpreter()
@@ -43,6 +42,20 @@ def pytest_collection_modifyitems(config, items):
     left_out = {nodeid for cases in matrices.values() for _, nodeid in sorted(cases)[max(len(cases) // 10, 1) :]}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left_out])
     items[:] = [item for item in items if item.nodeid not in left_out]
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol():
+    """End a process of xdist whose device is lost, and let another take its place.
+
+    Otherwise one faulty kernel would fail every later test of the process."""
+    done = yield
+    if "PYTEST_XDIST_WORKER" in os.environ and torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            os._exit(70)  # the reports have been sent; an orderly end would ask the device again
+    return done
 
 
 @pytest.fixture(scope="session")

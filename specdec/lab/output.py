@@ -53,25 +53,6 @@ def write_figure(path: Path, figure) -> None:
     write_whole(path, lambda staging: figure.savefig(staging, dpi=130, format="png"))
 
 
-class Report:
-    """A result that is on disk as far as it is known: what does not work is an entry with the reason."""
-
-    def __init__(self, path: Path, head: dict):
-        self.path, self.content = path, head
-        write_json(path, head)
-
-    def add(self, name: str, measure: Callable[[], dict], group: str | None = None) -> dict:
-        """Return what `measure` returns, or its error, as the entry `name`, of a group where one is given."""
-        try:
-            entry = measure()
-        except Exception as error:  # a benchmark reports a failure and continues
-            entry = {"failed": sentence(error)}
-        (self.content if group is None else self.content.setdefault(group, {}))[name] = entry
-        write_json(self.path, self.content)
-        print(f"{name}: {json.dumps(entry)}", flush=True)
-        return entry
-
-
 def sentence(error: Exception) -> str:
     """Return what went wrong in one line: our own sentences as they are, other errors with their type."""
     line = (str(error).strip().splitlines() or [""])[0]

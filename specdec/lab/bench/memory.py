@@ -11,8 +11,7 @@ from torch import Tensor
 from specdec.engine.clock import Clock
 from specdec.ops.linear import bytes_read
 
-Run = Callable[[], object]
-WARM_UPS = 3
+WARM_UPS, TRIALS = 3, 5
 CPU_BYTES, GPU_BYTES = 1 << 28, 1 << 30
 
 
@@ -22,33 +21,10 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def captured(run: Run, device: torch.device) -> Run:
-    """Return a call that does `run` again: a CUDA graph of it; on the CPU, where launches cost little, `run` itself.
-
-    It is run a few times first, so that kernels are compiled and libraries have what they need.
-    """
-    if device.type != "cuda":
-        return run
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            run()
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return graph.replay
-
-
-def device_seconds(run: Run, device: torch.device, trials: int = 5, before: Run = lambda: None) -> float:
-    """Return the median seconds that the device works on `run`, over `trials` after a few warm-ups.
-
-    before: run ahead of each, and not timed.
-    """
+def device_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds that the device works on `run`, after a few warm-ups."""
     times = []
-    for _ in range(WARM_UPS + trials):
-        before()
+    for _ in range(WARM_UPS + TRIALS):
         clock = Clock(device)
         run()
         clock.mark("run")
@@ -56,13 +32,11 @@ def device_seconds(run: Run, device: torch.device, trials: int = 5, before: Run 
     return statistics.median(times[WARM_UPS:])
 
 
-def bandwidth(device: torch.device, size: int | None = None) -> float:
-    """The most bytes/s that this device moves: the faster of reading `size` bytes and of copying them.
+def bandwidth(device: torch.device) -> float:
+    """The most bytes/s that this device moves: the faster of reading and of copying what fits into no cache.
 
-    On the CPU torch's present number of threads reads. The default size fits into no cache: 256 MiB on the CPU, 1 GiB
-    on a GPU.
-    """
-    size = size or (GPU_BYTES if device.type == "cuda" else CPU_BYTES)
+    On the CPU torch's present number of threads reads."""
+    size = GPU_BYTES if device.type == "cuda" else CPU_BYTES
     source = torch.ones(size // 4, device=device)
     copy = torch.empty_like(source)
     read = size / device_seconds(source.sum, device)
@@ -73,8 +47,7 @@ def read_bytes(target, context: float, *, packed: bool = True) -> float:
     """Bytes that plain decoding of one row must read for the token after `context` tokens.
 
     These are all weights, the embedding only where it is the head too, and the keys and values that the layers see.
-    packed: count weights as this engine reads them after packing (`specdec.ops.linear`), not as they are held.
-    """
+    packed: count weights as this engine reads them after packing (`specdec.ops.linear`), not as they are held."""
     config, table = target.config, target.embed.weight
     read = {id(p): bytes_read(p) if packed else p.nbytes for p in target.parameters()}
     if target.head.weight is not table:
@@ -94,8 +67,7 @@ class PeakMemory:
     """A context whose `bytes` is the most memory in use within it.
 
     On a GPU these are the bytes allocated beyond those at the beginning. On the CPU it is the largest resident set that
-    the process has had since it started, which never falls.
-    """
+    the process has had since it started, which never falls."""
 
     def __init__(self, device: torch.device):
         self.device, self.bytes = device, 0

@@ -15,7 +15,6 @@ from multiprocessing import parent_process
 from typing import Any
 
 GGUF = "target.gguf"  # the file that llama.cpp loads
-Timed = tuple[list[int], float, float, list[float]]  # tokens, seconds, seconds of the prefill, seconds of each step
 Marks = list[tuple[float, list[int]]]  # when tokens came, and which
 Session = Callable[[dict], Marks]
 _session: Session  # of this process
@@ -33,7 +32,8 @@ def load(session: Callable[..., Session], folder: str, settings: dict) -> None:
     _session = session(folder, **settings)
 
 
-def decode(request: dict) -> Timed:
+def decode(request: dict) -> tuple[list[int], float, float, list[float]]:
+    """Return tokens, seconds, seconds of the prefill, and seconds of each step."""
     start = time.perf_counter()
     marks = _session(request)
     end = time.perf_counter()

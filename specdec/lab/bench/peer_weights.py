@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.model.archs import ModelConfig
 from specdec.model.layers import RMSNorm
@@ -39,7 +39,29 @@ def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
         qk_norm=config.qk_norm,
         pre_post_layer_norm=config.sandwich_norms,
     )
-    fill_specification(spec.decoder, target)
+    spec.decoder.scale_embeddings = config.embed_scale is not None  # by the root of the width, as Gemma's
+    fill(target.embed, spec.decoder.embeddings)
+    fill(target.head, spec.decoder.projection)
+    fill(target.norm, spec.decoder.layer_norm)
+    for i, (layer, block) in enumerate(zip(spec.decoder.layer, target.blocks, strict=True)):
+        attention, ffn = layer.self_attention, layer.ffn
+        # Not by assignment: the class has no field for Llama 3's factor, which the engine reads.
+        vars(attention).update(attention_values(config, i))
+        fill(block.attention.qkv, attention.linear[0])
+        fill(block.attention.o, attention.linear[1])
+        fill(block.mlp.gate_up, ffn.linear_0, ffn.linear_0_noact)
+        fill(block.mlp.down, ffn.linear_1)
+        if isinstance(block, SandwichBlock):
+            fill(block.input_norm, layer.input_layer_norm)
+            fill(block.attention_norm, layer.post_attention_layer_norm)
+            fill(block.post_norm, layer.pre_feedforward_layer_norm)
+            fill(block.mlp_norm, layer.post_feedforward_layer_norm)
+        else:
+            fill(block.input_norm, attention.layer_norm)
+            fill(block.post_norm, ffn.layer_norm)
+        if config.qk_norm:
+            fill(block.attention.q_norm, attention.q_norm)
+            fill(block.attention.k_norm, attention.k_norm)
     spec.register_vocabulary([str(token) for token in range(target.vocab)])
     # It wants a token for each of these. None is used: prompts are token ids, and no token ends a text.
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
@@ -49,37 +71,15 @@ def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
     spec.save(str(folder))
 
 
-def fill_specification(decoder, target: Target) -> None:
-    """Put the target's parameters into a decoder of CTranslate2's specification."""
-    config = target.config
-    decoder.scale_embeddings = config.embed_scale is not None  # by the root of the width, as Gemma's
-    pairs: list[tuple[Any, Any]] = [
-        (decoder.embeddings, target.embed),
-        (decoder.projection, target.head),
-        (decoder.layer_norm, target.norm),
-    ]
-    for i, (layer, block) in enumerate(zip(decoder.layer, target.blocks, strict=True)):
-        theirs, ours, ffn, mlp = layer.self_attention, block.attention, layer.ffn, block.mlp
-        # Not by assignment: the class has no field for Llama 3's factor, which the engine reads.
-        vars(theirs).update(attention_values(config, i))
-        pairs += [(theirs.linear[0], ours.qkv), (theirs.linear[1], ours.o)]
-        pairs += [((ffn.linear_0, ffn.linear_0_noact), mlp.gate_up), (ffn.linear_1, mlp.down)]
-        if isinstance(block, SandwichBlock):
-            pairs += [(layer.input_layer_norm, block.input_norm), (layer.pre_feedforward_layer_norm, block.post_norm)]
-            pairs += [(layer.post_attention_layer_norm, block.attention_norm)]
-            pairs += [(layer.post_feedforward_layer_norm, block.mlp_norm)]
-        else:
-            pairs += [(theirs.layer_norm, block.input_norm), (ffn.layer_norm, block.post_norm)]
-        if config.qk_norm:
-            pairs += [(theirs.q_norm, ours.q_norm), (theirs.k_norm, ours.k_norm)]
-    for place, module in pairs:
-        if isinstance(module, RMSNorm):
-            place.gamma = module.gain().detach().contiguous()
-            continue
-        places = place if isinstance(place, tuple) else (place,)
-        for name, value in module.named_parameters():
-            for one, part in zip(places, value.detach().chunk(len(places)), strict=True):
-                setattr(one, name, part.contiguous())
+def fill(module: nn.Module | None, *places: Any) -> None:
+    """Put the parameters of a module into a place of CTranslate2's specification, or in equal parts into several."""
+    if isinstance(module, RMSNorm):
+        places[0].gamma = module.gain().detach().contiguous()
+        return
+    assert module is not None, "the config says that the target has it"
+    for name, value in module.named_parameters():
+        for place, part in zip(places, value.detach().chunk(len(places)), strict=True):
+            setattr(place, name, part.contiguous())
 
 
 def attention_values(config: ModelConfig, layer: int) -> dict[str, np.generic]:
@@ -110,24 +110,26 @@ def write_gguf(
     import gguf
 
     config, rope, writer = target.config, target.config.rope, gguf.GGUFWriter(path, name, use_temp_file=True)
-    writer.add_vocab_size(config.vocab)
-    writer.add_context_length(config.context)
-    writer.add_embedding_length(config.hidden)
-    writer.add_block_count(config.layers)
-    writer.add_feed_forward_length(config.intermediate)
-    writer.add_head_count(config.heads)
-    writer.add_head_count_kv(config.kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(rope.theta)
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab,
+        "context_length": config.context,
+        "embedding_length": config.hidden,
+        "block_count": config.layers,
+        "feed_forward_length": config.intermediate,
+        "head_count": config.heads,
+        "head_count_kv": config.kv_heads,
+        "key_length": config.head_dim,
+        "value_length": config.head_dim,
+        "layer_norm_rms_eps": config.eps,
+        "rope_dimension_count": config.head_dim,
+        "rope_freq_base": rope.theta,
+    }
     if rope.scaling == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(rope.factor)
+        values |= {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": rope.factor}
     if name == "gemma3" and config.window is not None and config.local_rope is not None:
-        writer.add_sliding_window(config.window)
-        writer.add_rope_freq_base_swa(config.local_rope.theta)
+        values |= {"sliding_window": config.window, "rope_freq_base_swa": config.local_rope.theta}
+    for field, value in values.items():
+        getattr(writer, f"add_{field}")(value)
     if vocabulary is not None:
         vocabulary(writer)
     else:  # of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token
@@ -137,10 +139,10 @@ def write_gguf(
     kinds = {torch.float32: kind.F32, torch.float16: kind.F16, torch.bfloat16: kind.BF16}
     arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
     names = gguf.get_tensor_name_map(arch, config.layers)
-    for key, value in tensors(target, name):
-        value = value.to(dtype if value.ndim > 1 else torch.float32).contiguous()
+    for key, tensor in tensors(target, name):
+        tensor = tensor.to(dtype if tensor.ndim > 1 else torch.float32).contiguous()
         own = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(str(own), value.view(torch.uint8).numpy(), raw_dtype=kinds[value.dtype])
+        writer.add_tensor(str(own), tensor.view(torch.uint8).numpy(), raw_dtype=kinds[tensor.dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -101,7 +101,6 @@ class CTranslate2(Peer):
     """
 
     engine, modules = "CTranslate2", ("ctranslate2",)
-    kinds = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # noqa: RUF012
     # Without windows: CTranslate2 limits the cache only, and within a longer prompt every token sees all.
     parts = {  # noqa: RUF012
         "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_offset", "sandwich_norms", "activation", "attention_scale",
@@ -112,7 +111,7 @@ class CTranslate2(Peer):
 
     def __init__(self, target: Target, slots: int, dtype: torch.dtype):
         super().__init__(target, slots, dtype)
-        self.kind, there = self.kinds[dtype], self.module.get_supported_compute_types("cpu")
+        self.kind, there = str(dtype).removeprefix("torch."), self.module.get_supported_compute_types("cpu")
         if self.kind not in there:
             raise NotAvailable(f"CTranslate2 has no {self.kind} on this processor, it has {', '.join(sorted(there))}")
         self.check(target.config, slots, self.parts)
@@ -146,7 +145,10 @@ class LlamaCpp(Peer):
                    "window"},
     }  # fmt: skip
     names = SHARED | {"repetition_penalty": "repeat_penalty"}
-    order = ("penalties", "temperature", "top_k", "top_p", "min_p")  # transformers' order, which is ours
+    request: dict[str, Any] = {  # noqa: RUF012
+        "stream": True, "cache_prompt": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],  # transformers' order, which is ours
+    }  # fmt: skip
 
     def __init__(self, target: Target, slots: int, dtype: torch.dtype):
         super().__init__(target, slots, dtype)
@@ -175,14 +177,7 @@ class LlamaCpp(Peer):
         return name
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        request: dict[str, Any] = {
-            "prompt": prompt,
-            "max_tokens": new,
-            "seed": seed,
-            "stream": True,
-            "cache_prompt": False,
-        }
-        request |= {"samplers": list(self.order), "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repeat_last_n": self.slots}
+        request = self.request | {"prompt": prompt, "max_tokens": new, "seed": seed, "repeat_last_n": self.slots}
         request |= translated(sampling, self.names, self.engine)
         if sampling.greedy:
             request |= {"samplers": ["penalties", "top_k"], "top_k": 1}

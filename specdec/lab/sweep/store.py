@@ -4,22 +4,21 @@ Each point has a folder points/KEY/, written whole or not at all:
     result.json   what was decoded: settings, metrics with intervals, diagnostics; the same in every run
     times.json    how long it took, and on what machine
     trace/        the trace (docs/trace.md)
-results.jsonl and timings.jsonl hold the first two, a line a point.
+The first two files hold a digest of themselves (`sha256`), by which damage and edits are found. results.jsonl and
+timings.jsonl hold their content, a line a point.
 """
 
+import hashlib
 import json
 from functools import partial
 from pathlib import Path
 
 from specdec.cli.files import replace_folder, write_text
 from specdec.cli.lock import only_writer
-from specdec.cli.reading import read_model
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import write_trace
 from specdec.lab.sweep.points import SweepPoint, code_version
-from specdec.lab.sweep.stored import Head, Point, models_of
 from specdec.model.weight_files import read_json
-from specdec.schema import shown
 from specdec.verify import sample_and_match
 
 POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"
@@ -40,8 +39,9 @@ def write_point(out: Path, point: SweepPoint, found: dict, took: dict, recorder:
     def fill(staging: Path) -> None:
         if recorder is not None:
             write_trace(recorder.trace, staging / TRACE)
-        (staging / TIMES).write_text(json.dumps({"key": point.key} | took) + "\n", encoding="utf-8")
-        (staging / RESULT).write_text(json.dumps(head | found) + "\n", encoding="utf-8")
+        for name, content in ((TIMES, {"key": point.key} | took), (RESULT, head | found)):
+            text = json.dumps(content | {"sha256": _digest(content)})
+            (staging / name).write_text(text + "\n", encoding="utf-8")
 
     replace_folder(point_folder(out, point.key), fill, POINT, "a sweep's point")
 
@@ -74,19 +74,20 @@ def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
     Raises ValueError, one sentence, for files that were changed by hand or are damaged.
     """
     try:
-        result, file = read_json(folder / RESULT), str(folder / RESULT)
-        if read_model(Head, result, file).settings.code != now:
+        result, times = (read_json(folder / name) for name in (RESULT, TIMES))
+        settings = result.get("settings")
+        if isinstance(settings, dict) and settings.get("code") != now:
             return None
-        kind, kind_of_times = models_of(read_model(Point, result, file))
-        read_model(kind, result, file)
-        times = read_json(folder / TIMES)
-        read_model(kind_of_times, times, str(folder / TIMES))
-        for name, key in ((RESULT, result["key"]), (TIMES, times["key"])):
-            if key != folder.name:
-                raise ValueError(f"{folder / name}: key must be the name of its folder, got {shown(key)}")
+        for name, content in ((RESULT, result), (TIMES, times)):
+            if content.pop("sha256", None) != _digest(content) or content["key"] != folder.name:
+                raise ValueError(f"{folder / name} is not as the sweep wrote it")
     except ValueError as error:
         raise ValueError(f"{error}; remove {folder}, and the sweep measures this point anew") from None
     return result, times
+
+
+def _digest(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def _settled(settings: dict) -> bool:

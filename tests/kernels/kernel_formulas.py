@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec.lab.bench.memory import Run, size_of
 from specdec.model.layers import RMSNorm
 from specdec.ops import commit
 from specdec.ops.attention import attend, packed_mask, tree_mask
@@ -20,6 +19,7 @@ from specdec.sampling.noise import bits_of, gumbel, hashes_of
 from specdec.structs import Sampling
 from specdec.trees.dynamic import DynamicTree, Pool, next_level
 
+Run = Callable[[], object]
 DTYPE = torch.bfloat16
 WIDTH, STEPS = 10, 8  # of the dynamic tree
 
@@ -37,7 +37,6 @@ class Shapes:
     vocab: int = 128256
     drafts: int = 32000  # tokens of the draft vocabulary
     layers: int = 32
-    sweep: int = 1 << 28  # bytes that overwrite the L2 cache
     copied: int = 1 << 30  # bytes of the copy that makes the ceiling, and rows of the product
     square: int = 8192
 
@@ -49,7 +48,7 @@ class Shapes:
 
 
 TINY = {"hidden": 64, "intermediate": 96, "heads": 4, "kv_heads": 2, "dim": 16, "vocab": 300, "drafts": 200}
-TINY |= {"layers": 2, "sweep": 1 << 10, "copied": 1 << 20, "square": 64}
+TINY |= {"layers": 2, "copied": 1 << 20, "square": 64}
 
 
 @dataclass
@@ -64,7 +63,8 @@ class KernelCase:
 
 
 def size(*tensors: Tensor) -> int:
-    return size_of(tensors)
+    """Bytes of these tensors together."""
+    return sum(x.nbytes for x in tensors)
 
 
 def attention_case(s: Shapes, nodes: int, context: int) -> KernelCase:

@@ -150,7 +150,7 @@ def generate(
         graphs: Capture rounds as CUDA graphs, see `Engine`.
         compile: Compile rounds with Inductor, see `Engine`.
 
-    Example:
+    Examples:
         >>> generate("demo/target", "What is a tree?", "demo/mtp", tree=(1, 3, 4), seed=7).tau  # doctest: +SKIP
     """
     return _generate(**locals())

@@ -145,7 +145,7 @@ def generate(
     - `temperature` to `frequency_penalty`: Fields of `Sampling`, instead of `sampling`.
     - `sampling`, `max_new_tokens`, and `stop` to `observer`: As in `answer`.
 
-    Example:
+    Examples:
         >>> generate("demo/target", "What is a tree?", "demo/mtp", tree=(1, 3, 4), seed=7).tau  # doctest: +SKIP
     """
     return _generate(**locals())

@@ -1,27 +1,48 @@
-"""README.md and docs/ name files, links, modules and commands that there are. docs/log.md, a history, is left out."""
+"""README.md and docs/ name files, links, modules and commands that there are, and their code blocks work.
+
+Python blocks are executed, in order, in one namespace for each page. These are parsed only:
+
+- Commands: models, data sets and servers of the examples do not exist here, and training takes minutes. Each line of
+  specdec goes through the parser of its command, or its settings are composed. Scripts must name their flags; targets
+  of make, extras of pip and paths must exist. Commands of first_drafter.md and add_a_drafter.md are run by tests of
+  their own.
+- Python with `file=`, which another test runs or which trains, and a client of a server: they compile, and each call
+  of specdec must fit the signature.
+- YAML, JSON and TOML: read as specdec reads them.
+- Blocks without a language: output and diagrams. They may hold no command.
+
+docs/log.md, a history, is left out.
+"""
 
 import importlib.util
 import pkgutil
 import re
-import shlex
-from collections.abc import Iterator
+import tomllib
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
+from blocks import ROOT, blocks, check_calls, check_command, lines_of, understand
 
-from specdec import registry
 from specdec.__main__ import split
-from specdec.cli.commands import COMMANDS, parser_of, with_slots
-from specdec.cli.hydra_words import hydra_words
+from specdec.cli.commands import COMMANDS, parser_of
+from specdec.cli.flags import FLAGS, dashed
+from specdec.cli.settings import with_settings
+from specdec.model.hf_place import read_map
+from specdec.own import POINTS
+from specdec.serve.protocol import ChatAsk
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = "specdec|drafters|trees|training|conf|scripts|tests|docs"
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "specdec" / "demo" / "README.md",
     *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "log.md"),
 ]
+NAVIGATION = set(re.findall(r'"(\w+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
+OTHER_FLAGS = {  # of Hydra's commands, of scripts/gpu_proof.py, of an old command, and of other programs
+    *("--cfg", "--from", "--with", "--minutes", "--stages", "--work", "--prompt-file"),
+    *("--machine_rank", "--speculative-config", "--speculative-token-map"),
+}
 MADE_UP = ("NAME", "toy")  # docs/architecture.md's placeholder; the drafter that docs/add_a_drafter.md makes
 
 
@@ -31,7 +52,7 @@ def found(pattern: str, page: Path) -> set[str]:
     return {name for name in names if not any(word in name for word in MADE_UP)}
 
 
-@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+@pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def page(request) -> Path:
     return request.param
 
@@ -56,14 +77,63 @@ def test_names_can_be_imported(page):
         pkgutil.resolve_name(name)
 
 
-def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """The blocks of a page run in order, in one namespace. Blocks that are files, and clients of a server, compile."""
+def test_blocks(page, tmp_path, monkeypatch):
+    """Blocks of Python run in order, in one namespace. Other blocks are checked by their kind."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": page.stem}
-    for where, block in re.findall(r"```python(.*)\n([\s\S]*?)```", page.read_text(encoding="utf-8")):
-        code = compile(block, page.name, "exec")
-        if not where and "import openai" not in block:
-            exec(code, names)
+    for kind, where, text in blocks(page):
+        if kind == "sh":
+            for words in lines_of(text):
+                check_command(words)
+        elif kind == "python" and (where or "import openai" in text):
+            check_calls(text)
+        elif kind == "python":
+            exec(compile(text, page.name, "exec"), names)
+        elif kind == "yaml":
+            Path("settings.yaml").write_text(text)
+            with_settings(parser_of("generate"), ["--prompt", "x", "--settings", "settings.yaml"])
+        elif kind == "json":
+            Path("map.json").write_text(text)
+            assert read_map("map.json")
+        elif kind == "toml":
+            assert set(tomllib.loads(text)["project"]["entry-points"]) <= set(POINTS.values())
+        else:
+            assert kind == "", f"a block of an unknown kind: {kind}"
+            assert not re.search(r"^(specdec|python3?|pip|make|curl|printf|git|import|from) ", text, re.MULTILINE)
+
+
+def test_a_wrong_block_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("Text.\n\n    specdec generate --prompt x --no-such-flag\n    make nothing\n\n```\n1 token\n```\n")
+    assert [block.kind for block in blocks(page)] == ["sh", ""]
+    commands = list(lines_of(next(blocks(page)).text))
+    for words in (*commands, ["specdec", "doctor", "DRAFT"], ["python", "scripts/build_docs.py", "--fast"]):
+        with pytest.raises((ValueError, AssertionError)):
+            check_command(words)
+    with pytest.raises(TypeError):
+        check_calls("import specdec\nspecdec.generate('demo/target', 'x', drafts='ngram')")
+
+
+def test_fields_of_the_client(page):
+    """The fields that clients written in Python send are fields of a request."""
+    for _, _, text in blocks(page):
+        for call in re.findall(r"completions\.create\((.*)\)", text):
+            assert set(re.findall(r"(\w+)=", call)) <= set(ChatAsk.model_fields)
+
+
+def test_commands_in_the_text_exist(page):
+    """Commands and flags that a sentence names exist. Such a command may lack flags that it needs."""
+    text = re.sub(r"```[\s\S]*?```", "", page.read_text(encoding="utf-8"))
+    for line in re.findall(r"`specdec ([a-z][^`\n]*)`", text):
+        name, rest = split(line.split())
+        if rest and COMMANDS[name].conf:
+            understand(line.split())
+        elif rest:
+            known = {flag for action in parser_of(name)._actions for flag in action.option_strings}
+            assert {word for word in rest if word.startswith("-")} <= known, line
+    flags = {dashed(name) for name in FLAGS} | OTHER_FLAGS
+    for flag in re.findall(r"`(--[a-z][\w-]*)", text):
+        assert flag in flags, f"{page.name} names {flag}"
 
 
 def test_every_command_is_listed():
@@ -73,39 +143,11 @@ def test_every_command_is_listed():
 
 
 def test_every_page_is_in_the_navigation():
-    pages = set(re.findall(r'"(\w+\.md)"', (ROOT / "zensical.toml").read_text(encoding="utf-8")))
-    assert pages >= {page.name for page in PAGES if page.parent.name == "docs"}
+    assert {page.name for page in PAGES if page.parent.name == "docs"} <= NAVIGATION
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The commands `specdec NAME ...` in the indented lines of a page. Those that end with ... are only begun."""
-    text = (
-        page.read_text(encoding="utf-8").replace("\\\n", " ").replace("python -m specdec.generate", "specdec generate")
-    )
-    lines = [line.partition(" #")[0].strip() for line in text.splitlines() if line.startswith("    specdec ")]
-    return [shlex.split(line)[1:] for line in lines if not line.endswith("...") and "toy" not in line]
-
-
-def understood(lines: list[list[str]]) -> Iterator[tuple[str, list[str]]]:
-    """Names and words of the commands, also of those that `specdec lab jobs` runs, without those of launchers."""
-    for name, rest in map(split, lines):
-        if name == "lab jobs":
-            cut = rest.index("--")
-            yield from understood([[word.format(part=0, parts=1) for word in rest[cut + 1 :]]])
-            rest = rest[:cut]
-        if "--multirun" in rest:  # the first of each setting's values
-            rest = [re.sub(r"^([\w.]+=[^,\[]+),.*", r"\1", word) for word in rest if word != "--multirun"]
-        yield name, [word for word in rest if not word.startswith("hydra")]
-
-
-def test_commands_are_understood(page):
-    """Every flag and every setting is one that its command has."""
-    for name, rest in understood(commands(page)):
-        command = COMMANDS[name]
-        if "--cfg" in rest:
-            continue
-        if command.conf:
-            with initialize_config_dir(str(registry.CONF), version_base="1.3"):
-                compose(command.conf, hydra_words(command.conf, command.words, {}, rest))
-        else:
-            parser_of(name).parse_args(with_slots(command, rest))
+def test_pages_for_users_are_short():
+    """README.md and the pages of docs/ in the navigation: at most 30,000 words, as `wc -w` counts them."""
+    pages = [ROOT / "README.md", *(ROOT / "docs" / name for name in NAVIGATION if (ROOT / "docs" / name).exists())]
+    words = {page.name: len(page.read_text(encoding="utf-8").split()) for page in pages}
+    assert sum(words.values()) <= 30_000, words

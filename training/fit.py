@@ -86,7 +86,7 @@ def train(
     Raises:
         ValueError: A setting does not exist or does not fit.
 
-    Example:
+    Examples:
         >>> run = train("answers.jsonl", out="runs/mine", from_="demo/eagle3", steps=100)  # doctest: +SKIP
         >>> generate("demo/target", "What is a tree?", run.drafter).tau  # doctest: +SKIP
     """

@@ -100,9 +100,7 @@ def answer(job: dict, file: Path) -> None:
 
 
 def answer_all(jobs: Path, answers: Path) -> None:
-    """Run each job in a process forked from this one, as importing vLLM takes longer than decoding. A job that vLLM
-    refuses leaves no file.
-    """
+    """Run each job in a forked process, as importing vLLM takes long. A job that vLLM refuses leaves no file."""
     os.environ.update(SETTINGS)
     import_module("vllm")
     for number, job in enumerate(json.loads(jobs.read_text())):

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(VENV)/bin/pip install --quiet --disable-pip-version-check
-PROMPT := What are the benefits of regular exercise?
+PROMPT := Write a Python function that computes the factorial of a number.
 # Rounds are compiled where there is a C++ compiler: up to a minute the first time.
 COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 SMOLLM2 := --target smollm2 --steps 2

@@ -11,7 +11,7 @@ from specdec.cli.flags import SAMPLING, dashed
 from specdec.cli.parser import read_flags
 from specdec.cli.reading import open_text
 from specdec.cli.settings import DRAFTING, NOT_A_TREE
-from specdec.model.names import check_place
+from specdec.model.names import check_place, draft_for
 from specdec.model_settings import ModelSettings
 from specdec.sampling_settings import Sampling
 
@@ -149,8 +149,8 @@ def _tree(args: argparse.Namespace) -> None:
 
 
 def _prove(args: argparse.Namespace) -> None:
-    if args.target is not None and args.draft is None and args.server is None:
-        raise ValueError("a target of your own needs its drafters: give --draft")
+    if args.server is None:
+        draft_for(args.target, args.draft)
 
 
 def _load(args: argparse.Namespace) -> None:

@@ -137,7 +137,7 @@ COMMANDS = {
         "options": "target draft dtype device tp_plan prompts limit max_new_tokens=64 draws seed out json self_test",
         "a server with OpenAI's interface, instead of this engine": "server plain_server served_model_name",
     }, {
-        "draft": Flag("drafters (default: all bundled ones, and n-grams)", nargs="+"),
+        "draft": Flag("drafters (default: those bundled for the target, and n-grams)", nargs="+"),
         "prompts": "as specdec generate takes it (default: three questions)",
         "out": "write the page here, as Markdown",
         "server": "its greedy texts are compared with this engine's plain ones",

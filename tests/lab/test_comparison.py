@@ -14,6 +14,7 @@ from specdec import registry
 from specdec.lab.sweep.compare import PARTS, Score, Tally, ratio
 from specdec.lab.sweep.compare_command import entries_of
 from specdec.lab.sweep.comparison import Comparison, named
+from specdec.model.names import draft_for
 from specdec.text import read_prompts
 
 compare_main = main_of("compare")
@@ -121,7 +122,10 @@ def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
     for path in (None, "demo/target"):
         assert entries_of(own | {"target": {"path": path}}) == own["entries"]
     assert list(entries_of(own | {"target": {"path": "x"}, "draft": ["ngram"]})) == ["ngram"]
-    with pytest.raises(ValueError, match=r"the target x needs drafters of its own.*--draft DRAFT,ngram"):
+    smollm2 = entries_of(own | {"target": {"path": "smollm2"}})
+    assert list(smollm2) == ["smollm2-eagle3", "ngram", "ngram:suffix"]
+    assert smollm2["smollm2-eagle3"] == draft_for("smollm2")
+    with pytest.raises(ValueError, match="no drafter is bundled for x: give --draft FOLDER, or --draft ngram"):
         entries_of(own | {"target": {"path": "x"}})
 
 

@@ -27,6 +27,7 @@ CONTRADICTIONS = (
     (("generate",), "tp_plan", ("chat", "adaptive", "recalibrate", "compile"), ": it is for a process alone"),
     (("lab bench serve",), "rate", ("concurrency",), ": requests arrive in one of the two ways"),
     (("prove",), "server", ("draft", "self_test"), ": a server has its own drafter"),
+    (("data regenerate",), "server", ("matmul_precision",), ": the server computes the answers"),
 )
 # Commands, flags, and the one that they need.
 NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (

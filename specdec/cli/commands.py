@@ -40,7 +40,7 @@ class Command(NamedTuple):
 SAMPLED, TREES, RULES = " ".join(SAMPLING), " ".join(TREE), " ".join(RULE)
 ONE_PROCESS = " ".join(name for name in MODELS if name != "tp_plan")
 PAIR = "target draft allow_nonfinite dtype matmul_precision device"
-OF_TARGET = {"target": "target.path", "dtype": "target.dtype"}
+OF_TARGET = {"target": "target.path", "dtype": "target.dtype", "matmul_precision": "target.matmul_precision"}
 OF_MEASURE = OF_TARGET | {"tree": "draft_tree"}  # conf/tree is a group of Hydra's
 OF_TRAIN = OF_TARGET | {"data": "data.path", "limit": "data.limit", "seed": "trainer.seed"}
 OF_SERVER = {"model": "served_model_name"}
@@ -76,7 +76,7 @@ COMMANDS = {
     "data regenerate": Command("let the target answer prompts: training data", "training.regenerate", {
         "prompts and answers": "prompts! out! split bad shard_size part limit turns samples max_new_tokens=256 "
                                "batch_size=64",
-        "target": "target dtype device",
+        "target": "target dtype matmul_precision device",
         "a server that has the target": "server served_model_name requests",
         "sampling": f"{SAMPLED} seed",
     }, {

@@ -170,6 +170,7 @@ def regenerate_remotely(
         while talks.going:
             its = seed_of(seed, prompt.number + talks.turn * len(prompts))
             said = server.complete(talks.ids[0], max_new_tokens, sampling, its)
+            server.check_ids(said, target.vocab)
             text = said.text
             if said.tokens is not None:
                 text = target.tokenizer.decode(said.tokens, skip_special_tokens=True)

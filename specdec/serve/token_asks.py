@@ -22,7 +22,7 @@ class DetokenizeAsk(Body):
 
 
 def tokenize(service: Service, body: dict) -> dict:
-    """Return the token ids of a text, or of a chat in the target's template."""
+    """Return the JSON of vLLM's /tokenize: the token ids of a text, or of a chat in the target's template."""
     if body.get("prompt") is None and body.get("messages") is None:
         raise Refusal("give a text as prompt, or messages", "prompt")
     ask = read(TokenizeAsk, body)
@@ -38,7 +38,7 @@ def tokenize(service: Service, body: dict) -> dict:
 
 
 def detokenize(service: Service, body: dict) -> dict[str, Any]:
-    """Return the text of token ids."""
+    """Return the JSON of vLLM's /detokenize: the text of token ids."""
     ask, vocab = read(DetokenizeAsk, body), service.target.config.vocab
     service.check_model(ask.model)
     if not all(0 <= token < vocab for token in ask.tokens):

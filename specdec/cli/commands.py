@@ -107,7 +107,7 @@ COMMANDS = {
     }, CHECKPOINT, slots=("draft", "out")),
     "checkpoint export": Command("write a checkpoint as vLLM or SGLang loads it", "cli.checkpoint", {
         "options": "draft! out! for! target",
-    }, CHECKPOINT, slots=("draft", "out")),
+    }, CHECKPOINT | {"target": "folder or hub name of the target; vllm needs it"}, slots=("draft", "out")),
     "compare": Command("drafters side by side, and other engines", "lab.sweep.compare_command",
                        old={"drafts": "draft"}, conf="compare", words=OF_MEASURE),
     "sweep": Command("drafters and trees on a benchmark: one report", "lab.sweep.sweep_command", conf="sweep",
@@ -166,7 +166,7 @@ COMMANDS = {
 GROUPS = {
     "data": "training data: regenerate, show, count",
     "checkpoint": "draft checkpoints: inspect, check, convert, export",
-    "trace": "traces of rounds: metrics, diagnose",
+    "trace": "traces of rounds: metrics; diagnose: why acceptance is low",
     "lab": "studies: bench, bench serve, jobs",
 }
 OLD = {  # for one release

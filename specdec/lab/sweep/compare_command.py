@@ -55,7 +55,7 @@ def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> l
     of `ENGINE_PROMPT` tokens, greedy. Returns its rows.
     """
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
-    contenders = ["plain", "speculative", *({"transformers": "sdpa"}.get(name, name) for name in engines)]
+    contenders = ["plain", "speculative", *engines]
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
     drafter = read_entry(entry, FIELDS, "the first entry")
     maps = {"token_map": drafter.get("token_map", settings["token_map"])}
@@ -67,6 +67,16 @@ def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> l
     how: dict[str, Any] = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
     bench = Bench(target, made, texts, bandwidth(target.device), **how, progress=partial(print, file=sys.stderr))
     return bench.run(Configuration(f"prompts of {ENGINE_PROMPT} tokens", ENGINE_PROMPT, new))
+
+
+def engines_in_words(rows: list[dict], drafter: str) -> str:
+    """Say how fast plain and speculative decoding are compared with each other engine."""
+    rates = {row["contender"]: row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
+    plain, speculative = rates.pop("plain", 0.0), rates.pop("speculative", 0.0)
+    return "\n".join(
+        f"Plain decoding is {plain / rate:.2f} times as fast as {name}, and {drafter} {speculative / rate:.2f} times."
+        for name, rate in rates.items()
+    )
 
 
 def run(config: DictConfig) -> None:
@@ -107,6 +117,7 @@ def run(config: DictConfig) -> None:
     finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
         found.print()
         if settings["with"]:
-            print_rows(result["engines"], "other engines")
+            print_rows(result["engines"], f"{next(iter(entries))} and other engines")
+            print(engines_in_words(result["engines"], next(iter(entries))))
     print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))

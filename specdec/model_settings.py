@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specdec.model.names import DEMO, default_draft
+from specdec.model.names import DEMO, draft_for
 
 if TYPE_CHECKING:  # commands read these settings before torch is loaded
     from specdec.contracts import Drafter
@@ -40,13 +40,12 @@ class ModelSettings:
 
     def check_pair(self, otherwise: str = "") -> None:
         """Raise ValueError for a target without a drafter, given or bundled. otherwise: what else helps."""
-        if self.draft is None and default_draft(self.target) is None:
-            raise ValueError(f"a target of your own needs its drafter: give --draft{otherwise}")
+        draft_for(self.target, self.draft, otherwise)
 
     @property
-    def drafter(self) -> str | Path:
+    def drafter(self) -> str:
         """Return the name of the drafter that is loaded."""
-        return self.draft or default_draft(self.target) or DEMO_DRAFTER
+        return draft_for(self.target, self.draft)
 
     def load_target(self) -> "LanguageModel":
         """Load the target. A given precision of products holds for the whole process from now on."""

@@ -1,6 +1,7 @@
 """A client of any server with OpenAI's interface: vLLM, SGLang, `specdec serve`. It asks for completions by token ids.
 
-Standard library only. Token ids come back from servers that know vLLM's `return_token_ids`; others give text alone.
+Answers are checked by models of pydantic, field by field. Token ids come back from servers that know vLLM's
+`return_token_ids`; others give text alone.
 """
 
 import hashlib
@@ -14,8 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any, Self
 
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from specdec.cli.reading import read_model
 from specdec.structs import Sampling
 
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -36,6 +40,46 @@ class Completion:
     top: list[dict[str, float]] | None = None
 
 
+class _Answer(BaseModel):
+    """An object in a server's answer. Fields that nothing here reads may be anything."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Model(_Answer):
+    id: str
+
+
+class _Models(_Answer):
+    data: list[_Model] = []
+
+
+class _Logprobs(_Answer):
+    tokens: list[str] | None = None
+    token_logprobs: list[float] | None = None
+    top_logprobs: list[dict[str, float]] | None = None
+
+
+class _Choice(_Answer):
+    text: str
+    token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        reported = self.logprobs or _Logprobs()
+        lists = {"token_ids": self.token_ids, **{f"logprobs.{name}": value for name, value in reported}}
+        lengths = {name: len(value) for name, value in lists.items() if value is not None}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"has lists of different lengths: {lengths}")
+        return self
+
+
+class _Completions(_Answer):
+    choices: list[_Choice] = Field(min_length=1)
+
+
 class Remote:
     """One model of one server. Its methods may be called from many threads."""
 
@@ -49,9 +93,10 @@ class Remote:
             raise ValueError(f"a server's address begins with http:// or https://, got {url!r}")
         self.retries, self.timeout = retries, timeout
         self.tells_ids = True  # until it refuses
-        models = [entry["id"] for entry in self._ask("/v1/models").get("data", [])]
+        there = read_model(_Models, self._ask("/v1/models"), f"the answer of {self.root}/v1/models")
+        models = [entry.id for entry in there.data]
         if model is None and not models:
-            raise ValueError(f"{url} names no model: give --model")
+            raise ValueError(f"{url} names no model: give --served-model-name")
         if model is not None and models and model not in models:
             raise ValueError(f"{url} has no model {model!r}; it has {', '.join(models)}")
         self.model = model or models[0]
@@ -76,18 +121,39 @@ class Remote:
     ) -> Completion:
         """Continue token ids. seed: of draws. logprobs: 0 for those of the emitted tokens, k for the k most likely too.
 
-        Raises ValueError with the server's own words if it refuses, or has failed every time."""
+        Raises ValueError with the server's own words if it refuses, or has failed every time; and one sentence that
+        names the field if the answer is no completion."""
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_new_tokens}
         body |= settings_of(sampling or Sampling()) | ({} if seed is None else {"seed": seed})
         body |= {} if logprobs is None else {"logprobs": logprobs}
         if self.tells_ids:
             try:
-                return _read(self._ask("/v1/completions", body | {"return_token_ids": True}))
+                return self._read(self._ask("/v1/completions", body | {"return_token_ids": True}))
             except Refused:
                 answer = self._ask("/v1/completions", body)  # raises again if it was not for the ids
                 self.tells_ids = False
-                return _read(answer)
-        return _read(self._ask("/v1/completions", body))
+                return self._read(answer)
+        return self._read(self._ask("/v1/completions", body))
+
+    def _read(self, answer: dict) -> Completion:
+        choice = read_model(_Completions, answer, f"the answer of {self.root}/v1/completions").choices[0]
+        reported = choice.logprobs or _Logprobs()
+        return Completion(
+            text=choice.text,
+            tokens=choice.token_ids,
+            finish=choice.finish_reason or "",
+            logprobs=reported.token_logprobs,
+            names=reported.tokens,
+            top=reported.top_logprobs,
+        )
+
+    def check_ids(self, answer: Completion, vocab: int) -> None:
+        """Raise ValueError if the answer holds a token id that a vocabulary of this size does not have."""
+        if (largest := max(answer.tokens or [0])) >= vocab:
+            raise ValueError(
+                f"{self.root} returns the token id {largest}, and the target has {vocab} tokens: give the "
+                "--target that this server serves"
+            )
 
     def _ask(self, path: str, body: dict | None = None, retries: int | None = None) -> dict:
         """GET, or POST a body; the JSON that comes back."""
@@ -165,19 +231,3 @@ def _message(error: urllib.error.HTTPError) -> str:
         return str(said.get("message", said) if isinstance(said, dict) else said)[:300]
     except (ValueError, AttributeError, OSError):
         return str(error.reason)
-
-
-def _read(answer: dict) -> Completion:
-    try:
-        choice = answer["choices"][0]
-        reported = choice.get("logprobs") or {}
-        return Completion(
-            text=choice["text"],
-            tokens=choice.get("token_ids"),
-            finish=choice.get("finish_reason") or "",
-            logprobs=reported.get("token_logprobs"),
-            names=reported.get("tokens"),
-            top=reported.get("top_logprobs"),
-        )
-    except (KeyError, IndexError, TypeError, AttributeError):
-        raise ValueError(f"the server's answer is no completion: {json.dumps(answer)[:200]}") from None

@@ -17,11 +17,22 @@ class SmallServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, engine: Engine, *, ids: bool = True, fail: Callable[[int], int | None] = lambda number: None):
-        """ids: knows `return_token_ids`. fail: number of a request -> the status that it gets instead of an answer; 0
-        breaks the connection off."""
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        ids: bool = True,
+        fail: Callable[[int], int | None] = lambda number: None,
+        change: Callable[[dict], object] = lambda answer: answer,
+    ):
+        """
+        Args:
+            ids: It knows `return_token_ids`.
+            fail: Number of a request -> the status that it gets instead of an answer; 0 breaks the connection off.
+            change: What it makes of its answer to a completion.
+        """
         super().__init__(("127.0.0.1", 0), Handler)
-        self.engine, self.ids, self.fail = engine, ids, fail
+        self.engine, self.ids, self.fail, self.change = engine, ids, fail, change
         self.asked: list[dict] = []
         self.lock = threading.Lock()
         self.version = "0.1 of the tests"
@@ -81,9 +92,9 @@ class Handler(BaseHTTPRequestHandler):
             elif "return_token_ids" in body and not self.server.ids:
                 self.answer(400, {"error": {"message": "there is no parameter return_token_ids"}})
             else:
-                self.answer(200, self.server.complete(body))
+                self.answer(200, self.server.change(self.server.complete(body)))
 
-    def answer(self, status: int, body: dict) -> None:
+    def answer(self, status: int, body: object) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))

@@ -4,8 +4,8 @@
     specdec data count --target TARGET --text corpus.txt --size 32768 --out freq_32768.pt
 
 Of --data, conversations in ShareGPT or OpenAI form, the answers count; the target's own, from `training.regenerate`,
-are best. Of --text, plain text files, everything counts. Tokens that end a text are always in the map. The map is a
-list of token ids, the most frequent first: .json, or .pt as FR-Spec and SGLang read it.
+are best. Of --text, plain text files of any size, everything counts. Tokens that end a text are always in the map. The
+map is a list of token ids, the most frequent first: .json, or .pt as FR-Spec and SGLang read it.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import torch
 
 from specdec.api import DEMO_TARGET
 from specdec.cli.files import write_whole
-from specdec.cli.reading import read_text
+from specdec.cli.reading import open_text, pieces_of
 from specdec.model.loader import load_texts
 from specdec.training.data import count_tokens, read_conversations, tokenise
 from specdec.training.loop.checkpoint import save_state
@@ -31,9 +31,10 @@ def counts_of(target, data: list[Path], text: list[Path]) -> torch.Tensor:
         conversations = itertools.chain.from_iterable(read_conversations(path) for path in data)
         counts += count_tokens(tokenise(target.tokenizer, conversations, target.config.context), vocab)
     for path in text:
-        content = read_text(path, "text", most=None)
-        ids = target.tokenizer(content, add_special_tokens=False)["input_ids"]
-        counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab)
+        with open_text(path, "text") as file:
+            for piece in pieces_of(file):
+                ids = target.tokenizer(piece, add_special_tokens=False)["input_ids"]
+                counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab)
     return counts
 
 

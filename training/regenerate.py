@@ -27,6 +27,7 @@ from specdec.api import DEMO_TARGET, ModelSettings
 from specdec.cli.lock import only_writer
 from specdec.cli.parser import read_flags
 from specdec.engine.engine import Engine
+from specdec.machine import matmul_precision
 from specdec.model.language_model import LanguageModel
 from specdec.model.loader import load_texts
 from specdec.remote import Remote, in_order, seed_of
@@ -117,6 +118,7 @@ def regenerate(
         raise ValueError(f"the batch size must be at least 1, got {batch_size}")
     batches, engine = plan(prompts, batch_size, seed), Engine(target)
     settings = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
+    settings["matmul_precision"] = matmul_precision(target.device)
     settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed}
 
     def rows_of(batch: list[Prompt]) -> list[dict]:
@@ -168,6 +170,7 @@ def regenerate_remotely(
         while talks.going:
             its = seed_of(seed, prompt.number + talks.turn * len(prompts))
             said = server.complete(talks.ids[0], max_new_tokens, sampling, its)
+            server.check_ids(said, target.vocab)
             text = said.text
             if said.tokens is not None:
                 text = target.tokenizer.decode(said.tokens, skip_special_tokens=True)

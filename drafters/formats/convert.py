@@ -67,7 +67,7 @@ def export(
     family, meaning, tensors = checkpoint.family, checkpoint.meaning, dict(checkpoint.tensors)
     layout = layout_for(server, family)
     if server == "vllm" and target is None:
-        raise ValueError("an export for vLLM names its target: give --target")
+        raise ValueError("an export for vLLM names its target: give --target TARGET, such as demo/target")
     family.refuse(server, meaning)
     if not meaning.own_embedding:
         tensors.pop(EMBEDDING, None)

@@ -1,6 +1,11 @@
-"""Draft checkpoints say less than they mean.
+"""Inspect, check, convert and export draft checkpoints.
 
-It reads them strictly, reports every convention in force, tries other readings, and writes other layouts bit for bit.
+    specdec checkpoint inspect DRAFT
+    specdec checkpoint check --target TARGET --draft DRAFT
+    specdec checkpoint convert --to speculators --target TARGET DRAFT OUT
+    specdec checkpoint export --for vllm --target TARGET DRAFT OUT
+
+docs/checkpoints.md lists the layouts.
 """
 
 import argparse

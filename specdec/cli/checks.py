@@ -11,7 +11,7 @@ from specdec.cli.flags import SAMPLING, dashed
 from specdec.cli.parser import read_flags
 from specdec.cli.reading import open_text
 from specdec.cli.settings import DRAFTING, NOT_A_TREE
-from specdec.model.names import check_place
+from specdec.model.names import check_place, draft_for
 from specdec.model_settings import ModelSettings
 from specdec.sampling_settings import Sampling
 
@@ -27,6 +27,7 @@ CONTRADICTIONS = (
     (("generate",), "tp_plan", ("chat", "adaptive", "recalibrate", "compile"), ": it is for a process alone"),
     (("lab bench serve",), "rate", ("concurrency",), ": requests arrive in one of the two ways"),
     (("prove",), "server", ("draft", "self_test"), ": a server has its own drafter"),
+    (("data regenerate",), "server", ("matmul_precision",), ": the server computes the answers"),
 )
 # Commands, flags, and the one that they need.
 NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
@@ -149,8 +150,8 @@ def _tree(args: argparse.Namespace) -> None:
 
 
 def _prove(args: argparse.Namespace) -> None:
-    if args.target is not None and args.draft is None and args.server is None:
-        raise ValueError("a target of your own needs its drafters: give --draft")
+    if args.server is None:
+        draft_for(args.target, args.draft)
 
 
 def _load(args: argparse.Namespace) -> None:

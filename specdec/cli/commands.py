@@ -40,7 +40,7 @@ class Command(NamedTuple):
 SAMPLED, TREES, RULES = " ".join(SAMPLING), " ".join(TREE), " ".join(RULE)
 ONE_PROCESS = " ".join(name for name in MODELS if name != "tp_plan")
 PAIR = "target draft allow_nonfinite dtype matmul_precision device"
-OF_TARGET = {"target": "target.path", "dtype": "target.dtype"}
+OF_TARGET = {"target": "target.path", "dtype": "target.dtype", "matmul_precision": "target.matmul_precision"}
 OF_MEASURE = OF_TARGET | {"tree": "draft_tree"}  # conf/tree is a group of Hydra's
 OF_TRAIN = OF_TARGET | {"data": "data.path", "limit": "data.limit", "seed": "trainer.seed"}
 OF_SERVER = {"model": "served_model_name"}
@@ -76,7 +76,7 @@ COMMANDS = {
     "data regenerate": Command("let the target answer prompts: training data", "training.regenerate", {
         "prompts and answers": "prompts! out! split bad shard_size part limit turns samples max_new_tokens=256 "
                                "batch_size=64",
-        "target": "target dtype device",
+        "target": "target dtype matmul_precision device",
         "a server that has the target": "server served_model_name requests",
         "sampling": f"{SAMPLED} seed",
     }, {
@@ -107,7 +107,7 @@ COMMANDS = {
     }, CHECKPOINT, slots=("draft", "out")),
     "checkpoint export": Command("write a checkpoint as vLLM or SGLang loads it", "cli.checkpoint", {
         "options": "draft! out! for! target",
-    }, CHECKPOINT, slots=("draft", "out")),
+    }, CHECKPOINT | {"target": "folder or hub name of the target; vllm needs it"}, slots=("draft", "out")),
     "compare": Command("drafters side by side, and other engines", "lab.sweep.compare_command",
                        old={"drafts": "draft"}, conf="compare", words=OF_MEASURE),
     "sweep": Command("drafters and trees on a benchmark: one report", "lab.sweep.sweep_command", conf="sweep",
@@ -137,7 +137,7 @@ COMMANDS = {
         "options": "target draft dtype device tp_plan prompts limit max_new_tokens=64 draws seed out json self_test",
         "a server with OpenAI's interface, instead of this engine": "server plain_server served_model_name",
     }, {
-        "draft": Flag("drafters (default: all bundled ones, and n-grams)", nargs="+"),
+        "draft": Flag("drafters (default: those bundled for the target, and n-grams)", nargs="+"),
         "prompts": "as specdec generate takes it (default: three questions)",
         "out": "write the page here, as Markdown",
         "server": "its greedy texts are compared with this engine's plain ones",
@@ -166,7 +166,7 @@ COMMANDS = {
 GROUPS = {
     "data": "training data: regenerate, show, count",
     "checkpoint": "draft checkpoints: inspect, check, convert, export",
-    "trace": "traces of rounds: metrics, diagnose",
+    "trace": "traces of rounds: metrics; diagnose: why acceptance is low",
     "lab": "studies: bench, bench serve, jobs",
 }
 OLD = {  # for one release

@@ -14,6 +14,8 @@ MOST_LINE = 1 << 22  # bytes of a prompt or a conversation: to tokenize them tak
 MOST_YAML = 1 << 20  # characters of a YAML file: its parser takes seconds for as many
 MOST_DEPTH = 200  # of brackets in a YAML file
 MOST_NODES = 100_000  # values of a YAML file, with those that its aliases repeat
+LAST_LINE = re.compile(r".*\S\n(?=\S)", re.DOTALL)  # the text before the last line between two words
+LAST_WORD = re.compile(r".*\S(?=\s+\S)", re.DOTALL)  # the text before the space of the last word
 Model = TypeVar("Model")
 
 
@@ -70,6 +72,24 @@ def lines_of(file: IO[AnyStr], most: int = MOST_LINE) -> Iterator[AnyStr]:
         yield line
         while len(line) > most and line[-1:] not in ("\n", b"\n"):
             line = file.readline(most + 1)
+
+
+def pieces_of(file: IO[str], size: int = 1 << 16) -> Iterator[str]:
+    """Yield a text in pieces of about `size` characters, so that it is never whole in memory.
+
+    A piece ends at a single line break between two words. Byte-level tokenizers end a token there, so the pieces have
+    the tokens of the whole text. A piece without such a line break ends before a space, or at any character.
+    """
+    rest = ""
+    while part := file.read(size):
+        rest += part
+        found = LAST_LINE.match(rest) or (LAST_WORD.match(rest) if len(rest) > size else None)
+        cut = found.end() if found else len(rest) if len(rest) > size else 0
+        if cut:
+            yield rest[:cut]
+            rest = rest[cut:]
+    if rest:
+        yield rest
 
 
 def check_length(text: bytes | str, where: str = "it", most: int = MOST_LINE) -> None:

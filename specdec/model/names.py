@@ -3,13 +3,14 @@
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from specdec import own
 
 DEMO = Path(__file__).parents[1] / "demo"
 LONGEST = 1024  # characters of a name: more make the system's functions fail
 SMALL_FILES = ["*.json", "*.jinja", "*.model"]
+Draft = TypeVar("Draft")  # as a command or a settings file names it: one, or a list
 
 
 class Published(NamedTuple):
@@ -33,12 +34,25 @@ PUBLISHED = {
 }
 
 
-def default_draft(target: str | os.PathLike | None) -> Path | None:
-    """Return the bundled drafter of a target; None if there is none for it."""
+def bundled_drafts(target: str | os.PathLike | None) -> list[str]:
+    """Return the drafters that are bundled for a target, the default one first. A target of your own has none."""
     if target is None or Path(bundled(target)) == DEMO / "target":
-        return DEMO / "mtp"
-    known = (model for name, model in PUBLISHED.items() if str(target) in (name, model.hub))
-    return next((DEMO / model.draft for model in known), None)
+        return [str(DEMO / name) for name in ("mtp", "eagle3", "eagle2")]
+    return [str(DEMO / model.draft) for name, model in PUBLISHED.items() if str(target) in (name, model.hub)]
+
+
+def draft_for(target: str | os.PathLike | None, draft: Draft | None = None, otherwise: str = "") -> Draft | str:
+    """Return `draft`, or the default one of those that are bundled for the target.
+
+    Raises:
+        ValueError: There is neither. `otherwise` ends the sentence with another way out.
+    """
+    if draft is not None:
+        return draft
+    there = bundled_drafts(target)
+    if not there:
+        raise ValueError(f"no drafter is bundled for {target}: give --draft FOLDER, or --draft ngram{otherwise}")
+    return there[0]
 
 
 def bundled(name: str | os.PathLike) -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -24,6 +25,7 @@ from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler, hand_out
 from specdec.serve.service import Service
+from specdec.serve.token_asks import detokenize, tokenize
 
 TOKENIZERS, GRAMMARS = 4, 2  # threads: a long prompt, or a schema that takes long, does not hold up the others
 FOREIGN = "a request from the {} {!r} is refused; {} allows it"
@@ -194,9 +196,9 @@ def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
         return await answer(request, CompletionAsk)
 
     @app.post("/tokenize", **guards)
-    async def tokenize(request: Request):
-        return await in_thread(request, service.tokenize)
+    async def tokenized(request: Request):
+        return await in_thread(request, partial(tokenize, service))
 
     @app.post("/detokenize", **guards)
-    async def detokenize(request: Request):
-        return await in_thread(request, service.detokenize)
+    async def detokenized(request: Request):
+        return await in_thread(request, partial(detokenize, service))

@@ -13,8 +13,14 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from specdec.serve.protocol import ChatAsk, CompletionAsk
+from specdec.serve.token_asks import DetokenizeAsk, TokenizeAsk
 
-BODIES: dict[str, type[BaseModel]] = {"/v1/chat/completions": ChatAsk, "/v1/completions": CompletionAsk}
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatAsk,
+    "/v1/completions": CompletionAsk,
+    "/tokenize": TokenizeAsk,
+    "/detokenize": DetokenizeAsk,
+}
 OFFLINE = (
     'This page loads Swagger UI from cdn.jsdelivr.net. Without a network read <a href="openapi.json">openapi.json</a>.'
 )

@@ -19,9 +19,10 @@ from specdec.text import clean
 MOST_STOPS = 16
 # Not built, and the values that say so: a request may hold them.
 OFF = {
-    "add_special_tokens": (True,), "allowed_token_ids": ([],), "audio": (), "bad_words": ([],), "best_of": (1,),
-    "echo": (False,), "function_call": ("none",), "functions": ([],), "include_stop_str_in_output": (False,),
-    "length_penalty": (1,), "logit_bias": ({},), "min_tokens": (0,), "modalities": (["text"],),
+    "add_generation_prompt": (True,), "add_special_tokens": (True,), "allowed_token_ids": ([],), "audio": (),
+    "bad_words": ([],), "best_of": (1,), "continue_final_message": (False,), "echo": (False,),
+    "function_call": ("none",), "functions": ([],), "include_stop_str_in_output": (False,), "length_penalty": (1,),
+    "logit_bias": ({},), "min_tokens": (0,), "modalities": (["text"],), "return_token_strs": (False,),
     "skip_special_tokens": (True,), "stop_token_ids": ([],), "suffix": ("",), "tool_choice": ("none", "auto"),
     "tools": ([],), "use_beam_search": (False,),
 }  # fmt: skip
@@ -149,10 +150,14 @@ class Message(Strict):
         return "".join(part["text"] for part in parts)
 
 
-class Ask(Strict):
-    """The fields of both kinds of requests. The defaults are OpenAI's."""
-
+class Body(Strict):
     model: Text | None = None
+    main: ClassVar[str]  # the field that a request must have
+
+
+class Ask(Body):
+    """The fields of both kinds of requests for text. The defaults are OpenAI's."""
+
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     temperature: float = Field(1.0, ge=0, le=1e6)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -171,7 +176,6 @@ class Ask(Strict):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool = False  # vLLM's: the ids of the emitted tokens, in addition to their text
     speculative: Wish | None = None
-    main: ClassVar[str]  # the field that a request must have
     lengths: ClassVar[tuple[str, ...]] = ("max_tokens",)  # how long a text may be, by the first of these that is given
     default: ClassVar[int | None] = None  # or by none of them; None: what is left of the room
 
@@ -271,11 +275,11 @@ class ChatAsk(Ask):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Kind = TypeVar("Kind", bound=Ask)
+Kind = TypeVar("Kind", bound=Body)
 
 
 def read(kind: type[Kind], body: Any) -> Kind:
-    """Parse a request's JSON as an `Ask` of this kind. Raises `Refusal` for invalid fields; null means no value."""
+    """Parse a request's JSON as a `Body` of this kind. Raises `Refusal` for invalid fields; null means no value."""
     if not isinstance(body, dict):
         raise Refusal(f"the body must be a JSON object, got {shown(body)}")
     given = {name: value for name, value in body.items() if value is not None and name not in NO_EFFECT}

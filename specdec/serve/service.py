@@ -11,12 +11,12 @@ from specdec.sampling.grammar import Grammar
 from specdec.sampling.json_grammar import grammars_of
 from specdec.schema import shown
 from specdec.serve.jobs import Delta, Job
-from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, read
+from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Message
 from specdec.serve.refusal import Refusal
 from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.speculation import Speculation
-from specdec.text import StopStrings, clean, encode_chat
+from specdec.text import StopStrings, encode_chat
 from specdec.vocabulary import vocabulary_of
 
 
@@ -143,40 +143,21 @@ class Service:
         except ValueError as error:
             raise Refusal(str(error), field) from None
 
-    def tokenize(self, body: dict) -> dict:
-        """Return the JSON of vLLM's /tokenize for {prompt} or {messages}."""
-        self.check_model(body.get("model"))
-        if "messages" in body:
-            ids = self.encode_chat(read(ChatAsk, {"messages": body["messages"]}))
-        elif isinstance(body.get("prompt"), str):
-            ids = self._encode(clean(body["prompt"]), bool(body.get("add_special_tokens", True)))
-        else:
-            raise Refusal("give a text as prompt, or messages", "prompt")
-        return {"count": len(ids), "max_model_len": self.scheduler.room, "tokens": ids}
-
-    def detokenize(self, body: dict) -> dict:
-        """Return the JSON of vLLM's /detokenize for {tokens}."""
-        self.check_model(body.get("model"))
-        ids, vocab = body.get("tokens"), self.target.config.vocab
-        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab for i in ids):
-            raise Refusal(f"tokens must be a list of ids from 0 to {vocab - 1}", "tokens")
-        return {"prompt": self.target.tokenizer.decode(ids)}
-
-    def encode_chat(self, ask: ChatAsk) -> list[int]:
+    def encode_chat(self, messages: list[Message]) -> list[int]:
         """Return the prompt's token ids by the chat template. Raises `Refusal` without one or for a long text."""
         if not self.target.tokenizer.chat_template:
             raise Refusal("the target's tokenizer has no chat template: ask for completions", "messages")
-        self._check_length(sum(len(message.content or "") for message in ask.messages), "messages")
+        self._check_length(sum(len(message.content or "") for message in messages), "messages")
         try:
-            return encode_chat(self.target, [message.model_dump() for message in ask.messages])
+            return encode_chat(self.target, [message.model_dump() for message in messages])
         except ValueError as error:
             raise Refusal(str(error), "messages") from None
 
     def _prompts(self, ask: Ask) -> list[list[int]]:
         if isinstance(ask, ChatAsk):
-            return [self.encode_chat(ask)]
+            return [self.encode_chat(ask.messages)]
         assert isinstance(ask, CompletionAsk)
-        return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompt]
+        return [self.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompt]
 
     def _check_length(self, characters: int, field: str) -> None:
         """Refuse a text that is too long whatever its tokens are: to tokenize megabytes takes many seconds."""
@@ -185,7 +166,7 @@ class Service:
             wanted = f"the prompt has {characters} characters, and {self.scheduler.room} tokens hold at most {most}"
             raise Refusal(wanted, field, code="context_length_exceeded")
 
-    def _encode(self, text: str, special: bool = True) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         self._check_length(len(text), "prompt")
         return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
 

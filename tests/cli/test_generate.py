@@ -382,7 +382,10 @@ def test_names_are_looked_up_and_refused(run, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     name = "nobody/nothing-of-this-name"
     assert f"{name} is neither a local folder nor" in refused(run, "--prompt", "x", target=name)
-    assert "a target of your own needs its drafter" in refused(run, "--prompt", "x", draft=None)
+    message = (
+        f"no drafter is bundled for {name}: give --draft FOLDER, or --draft ngram, or --no-draft to decode plainly"
+    )
+    assert message in refused(run, "--prompt", "x", target=name, draft=None)
 
 
 def test_a_file_that_does_not_belong_is_named(run, target_path, tmp_path):

@@ -150,6 +150,7 @@ TRAIN = COMMANDS["train"]
     ("given", "settings"),
     [
         ("--target=T --data D", "target.path=T data.path=D"),
+        ("--dtype fp32 --matmul-precision medium", "target.dtype=fp32 target.matmul_precision=medium"),
         ("target=demo data=ultrachat seed=3 limit=9", "target=demo data=ultrachat trainer.seed=3 data.limit=9"),
         ("drafter.taps=1,4 --resume --device cuda", "drafter.taps=[1,4] resume=true device=cuda"),
         ("drafter=eagle3,mtp --multirun", "drafter=eagle3,mtp --multirun"),

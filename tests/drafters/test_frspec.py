@@ -1,13 +1,19 @@
 """FR-Spec: any drafter with a head proposes only the tokens of a map, and decodes as exactly as before."""
 
+import io
 import json
+import random
 
 import pytest
 import torch
 from helpers import LEARNERS, main_of, run_here, tiny_drafter, tiny_target
 
+import specdec
+from specdec.cli.reading import pieces_of
 from specdec.drafters.layers import restrict
 from specdec.engine.engine import Engine
+from specdec.model.loader import load_texts
+from specdec.training import count as module
 from specdec.trees import Chain, DynamicTree
 
 count = main_of("data count")
@@ -69,3 +75,25 @@ def test_count_tokens(tmp_path):
     done = run_here(count, *words, str(tmp_path / "no" / "map.json"))
     assert done.returncode == 2
     assert "cannot write" in done.stderr
+
+
+def test_a_text_is_counted_in_pieces(tmp_path, monkeypatch):
+    """The pieces have the tokens of the whole text, and no more than two pieces are in memory."""
+    draw = random.Random(1)
+    lines = ["def f(x):", "    return x  ", "", "", "Hello, wörld! 12 345", "a\tb  c ...", "x" * 700]
+    text = "\n".join(draw.choice(lines) for _ in range(300))
+    path, target = tmp_path / "a.txt", load_texts(specdec.DEMO_TARGET)
+    path.write_text(text)
+    whole = torch.tensor(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+    pieces = list(pieces_of(io.StringIO(text), 999))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces)) <= 2 * 999
+    monkeypatch.setattr(module, "pieces_of", lambda file: pieces_of(file, 999))
+    assert module.counts_of(target, [], [path]).equal(torch.bincount(whole, minlength=target.vocab))
+
+
+@pytest.mark.parametrize("text", ["word " * 999, "x" * 4999, " " * 4999, "\n" * 4999, "x\n  " * 999, ""])
+def test_pieces_of_a_text_without_ends_are_bounded(text):
+    pieces = list(pieces_of(io.StringIO(text), 100))
+    assert "".join(pieces) == text
+    assert max(map(len, pieces), default=0) <= 200

@@ -12,8 +12,9 @@ from helpers import main_of, run_here
 import specdec
 from specdec import registry
 from specdec.lab.sweep.compare import PARTS, Score, Tally, ratio
-from specdec.lab.sweep.compare_command import entries_of
+from specdec.lab.sweep.compare_command import engines_in_words, entries_of
 from specdec.lab.sweep.comparison import Comparison, named
+from specdec.model.names import draft_for
 from specdec.text import read_prompts
 
 compare_main = main_of("compare")
@@ -121,8 +122,18 @@ def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
     for path in (None, "demo/target"):
         assert entries_of(own | {"target": {"path": path}}) == own["entries"]
     assert list(entries_of(own | {"target": {"path": "x"}, "draft": ["ngram"]})) == ["ngram"]
-    with pytest.raises(ValueError, match=r"the target x needs drafters of its own.*--draft DRAFT,ngram"):
+    smollm2 = entries_of(own | {"target": {"path": "smollm2"}})
+    assert list(smollm2) == ["smollm2-eagle3", "ngram", "ngram:suffix"]
+    assert smollm2["smollm2-eagle3"] == draft_for("smollm2")
+    with pytest.raises(ValueError, match="no drafter is bundled for x: give --draft FOLDER, or --draft ngram"):
         entries_of(own | {"target": {"path": "x"}})
+
+
+def test_other_engines_are_compared_in_words():
+    rates = {"plain": 90.0, "speculative": 180.0, "transformers": 45.0}
+    rows = [{"contender": name, "tokens_per_second": rate} for name, rate in rates.items()]
+    said = engines_in_words([*rows, {"contender": "llama.cpp", "skipped": "it is not there"}], "mtp")
+    assert said == "Plain decoding is 2.00 times as fast as transformers, and mtp 4.00 times."
 
 
 # The command

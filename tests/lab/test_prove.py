@@ -153,7 +153,7 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--target", "somewhere"], "needs its drafters"),
+        (["--target", "somewhere"], "no drafter is bundled for somewhere: give --draft FOLDER, or --draft ngram"),
         (["--out", "nowhere/page.md"], "there is no folder nowhere"),
         (["--prompts", "none.txt"], "no such prompt file"),
         (["--plain-server", "http://x"], "--plain-server needs --server"),

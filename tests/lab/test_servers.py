@@ -1,6 +1,7 @@
 """Servers with OpenAI's interface: asked, compared, and caught where they are wrong."""
 
 import json
+import re
 import threading
 import time
 
@@ -120,6 +121,44 @@ def test_requests_are_tried_again_and_refusals_are_reported(target):
         Remote(server.url, retries=0)  # it is gone
     with small_server(Engine(target)) as server, pytest.raises(ValueError, match="has no model 'other'; it has small"):
         Remote(server.url, "other")
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("choices",), None, "choices must be a valid list, got null"),
+        (("choices",), [], "choices is empty"),
+        (("choices", 0), "x", "choices[0] must be a valid dictionary, got 'x'"),
+        (("choices", 0, "text"), 5, "choices[0].text must be a valid string, got 5"),
+        (("choices", 0, "finish_reason"), ["stop"], "choices[0].finish_reason must be a valid string"),
+        (("choices", 0, "token_ids"), "1 2", "choices[0].token_ids must be a valid list"),
+        (("choices", 0, "token_ids", 1), 1.5, "choices[0].token_ids[1] must be a valid integer, got 1.5"),
+        (("choices", 0, "token_ids", 1), -1, "choices[0].token_ids[1] must be greater than or equal to 0, got -1"),
+        (("choices", 0, "token_ids", 1), 999, "returns the token id 999, and the target has 17 tokens"),
+        (("choices", 0, "logprobs"), [], "choices[0].logprobs must be a valid dictionary"),
+        (("choices", 0, "logprobs", "token_logprobs", 2), None, "token_logprobs[2] must be a valid number, got null"),
+        (("choices", 0, "logprobs", "token_logprobs", 2), float("nan"), "token_logprobs[2] must be a finite number"),
+        (("choices", 0, "logprobs", "tokens"), ["a"], "choices[0] has lists of different lengths"),
+        (("choices", 0, "logprobs", "top_logprobs", 0), "x", "top_logprobs[0] must be a valid dictionary"),
+    ],
+)
+def test_an_odd_answer_is_one_sentence_that_names_the_field(target, place, value, message):
+    def change(answer: dict) -> dict:
+        inner = answer
+        for part in place[:-1]:
+            inner = inner[part]
+        inner[place[-1]] = value
+        return answer
+
+    with small_server(Engine(target), change=change) as server, pytest.raises(ValueError, match=re.escape(message)):
+        against_engine(Remote(server.url), target, PROMPTS[:1], NEW)
+
+
+def test_an_empty_answer_is_a_bug(target):
+    none = {"choices": [{"text": "", "token_ids": []}]}
+    with small_server(Engine(target), change=lambda answer: none) as server:
+        proof = against_engine(Remote(server.url), target, PROMPTS[:1], NEW)
+    assert (proof.bugs, proof.mismatches[0].speculative) == (1, "the end")
 
 
 def test_many_at_once_in_order():

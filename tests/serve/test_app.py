@@ -287,7 +287,22 @@ WRONG = [
     ),
     (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ("/tokenize", {"text": "x"}, "prompt", "give a text as prompt"),
+    ("/tokenize", {"prompt": 3}, "prompt", "prompt must be a text, got 3"),
+    (
+        "/tokenize",
+        {"prompt": "x", "add_special_tokens": "no"},
+        "add_special_tokens",
+        "must be a valid boolean, got 'no'",
+    ),
+    ("/tokenize", {"prompt": "x", "model": 3}, "model", "model must be a valid string, got 3"),
+    ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt", "but not both"),
+    ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs", "is not built"),
+    ("/tokenize", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a text"),
+    ("/detokenize", {}, "tokens", "tokens is missing"),
     ("/detokenize", {"tokens": ["x"]}, "tokens", "a list of ids from 0"),
+    ("/detokenize", {"tokens": [1.0]}, "tokens", "a list of ids from 0"),
+    ("/detokenize", {"tokens": [True]}, "tokens", "a list of ids from 0"),
+    ("/detokenize", {"tokens": [10**9]}, "tokens", "a list of ids from 0"),
 ]
 
 

@@ -145,6 +145,20 @@ def test_a_finished_run_is_not_run_again(target_path, prompts, tmp_path, whole, 
     assert contents(tmp_path) == whole["greedy"]
 
 
+def test_the_settings_state_the_precision_of_products(target_path, prompts, tmp_path, matmul_precision):
+    command = arguments(target_path, prompts, tmp_path / "answers.jsonl", "--limit", "2")
+    record = tmp_path / "answers.run.json"
+    main(command)
+    settings = json.loads(record.read_text())
+    assert settings.pop("matmul_precision") == "highest"
+    record.write_text(json.dumps(settings))  # of a run before there was this flag
+    main(command)
+    message = "begun with matmul_precision highest, and this is medium"
+    assert message in refused(main, *command, "--matmul-precision", "medium")
+    with_server = "--server", "http://x", "--matmul-precision", "medium"
+    assert "--matmul-precision contradicts --server" in refused(main, *command, *with_server)
+
+
 def test_other_settings_do_not_go_on_with_it(target_path, prompts, tmp_path):
     out = tmp_path / "answers.jsonl"
     main(arguments(target_path, prompts, out, "--limit", "6"))

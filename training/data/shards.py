@@ -13,6 +13,8 @@ from specdec.model.weight_files import read_json
 from specdec.registry import read_yaml
 from specdec.schema import shown
 
+UNSTATED = {"matmul_precision": "highest"}  # settings of runs whose file does not state them
+
 
 def record_of(out: Path) -> Path:
     """Return the file with the settings of a run that writes `out`."""
@@ -120,7 +122,7 @@ class Shards:
             write_text(self.record, json.dumps(self.settings, indent=1) + "\n")
             return
         try:
-            begun = read_json(self.record)
+            begun = UNSTATED | read_json(self.record)
         except ValueError:
             raise ValueError(f"{self.record} is damaged: give another --out") from None
         for name, value in self.settings.items():

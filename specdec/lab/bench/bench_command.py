@@ -29,7 +29,7 @@ from specdec.lab.machine import provenance
 from specdec.lab.output import write_json
 from specdec.machine import matmul_precision, set_matmul_precision
 from specdec.model.checkpoint import check_device, choose_dtype
-from specdec.model.names import resolve
+from specdec.model.names import draft_for, resolve
 from specdec.structs import Verifier
 from specdec.text import encode_prompt, read_prompts
 from specdec.trees.spec import tree_of_settings
@@ -47,7 +47,7 @@ def load_pair(settings: dict, device: torch.device) -> tuple:
     if shape is None:
         target = load_target(named["path"] or DEMO_TARGET, dtype=named["dtype"], device=str(device))
         drafts = {"token_map": settings["token_map"], "dtype": settings["draft_dtype"]}
-        return target, lambda: load_drafter(settings["draft"], target, **drafts)
+        return target, lambda: load_drafter(draft_for(named["path"], settings["draft"]), target, **drafts)
     if any(given is not None for given in (named["path"], *(settings[name] for name in OF_WEIGHTS))):
         raise ValueError(f"a shape has random weights: with shape= leave out target.path, {', '.join(OF_WEIGHTS)}")
     dtype = choose_dtype(named["dtype"], shape["config"], device)

@@ -207,6 +207,7 @@ def of_transformers_by_name(
     return {
         "eager": lambda: Transformers(model(), "eager"),
         "sdpa": lambda: Transformers(model()),
+        "transformers": lambda: Transformers(model()),  # its default attention
         "static-compile": compiled,
         "prompt-lookup": lambda: Transformers(model(), prompt_lookup_num_tokens=10),
         "assisted": assisted,

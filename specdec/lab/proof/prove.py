@@ -10,21 +10,21 @@ sampled texts against the target's own distributions. It ends with 1 if a test f
 import argparse
 import json
 import sys
-from pathlib import Path
+from typing import Any
 
 from specdec import ranks
-from specdec.api import DEMO_DRAFTER, DEMO_TARGET, ModelSettings, load_drafter
+from specdec.api import DEMO_TARGET, ModelSettings, load_drafter
 from specdec.cli.files import write_text
 from specdec.cli.parser import read_flags
 from specdec.lab.proof import servers
 from specdec.lab.proof.proof import as_json, markdown, print_proof, prove
 from specdec.lab.proof.servers import against_engine, against_server
+from specdec.lab.sweep.comparison import named
 from specdec.model.loader import load_texts
-from specdec.model.names import called
+from specdec.model.names import bundled_drafts, called
 from specdec.remote import Remote
 from specdec.text import encode_prompt, read_prompts
 
-DEMO_DRAFTERS = tuple(DEMO_DRAFTER.parent / name for name in ("eagle3", "eagle2", "mtp"))
 PROMPTS = ["What are the benefits of regular exercise?", "Write a short story about a dragon.", "What is a tree?"]
 
 
@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> None:
         prove_server(args)
         return
     target = read_flags(ModelSettings, args).load_target()
-    drafts = args.draft or [*DEMO_DRAFTERS, "ngram", "ngram:suffix"]
-    drafters = {Path(str(draft)).name: load_drafter(draft, target) for draft in drafts}
+    drafts: dict[str, Any] = named(args.draft or [*bundled_drafts(args.target), "ngram", "ngram:suffix"])
+    drafters = {name: load_drafter(draft, target) for name, draft in drafts.items()}
     prompts = prompts_of(target, args)
     how = {name: getattr(args, name) for name in ("max_new_tokens", "draws", "seed", "self_test")}
     proof = prove(target, drafters, prompts, **how)

@@ -47,10 +47,16 @@ def against_engine(
             f"{server.root} returns no token ids (vLLM's return_token_ids), so its texts cannot be compared with this "
             "engine's: give a server without speculation as --plain-server"
         )
+    for answer in said:
+        server.check_ids(answer, target.vocab)
     proof = ServerProof(len(said), sum(len(a.tokens) for a in said), [], _who(server), f"this engine, {target.name}")
     for number, answer in enumerate(said):
         _note_drift(proof, answer, prover.plain[number], _logprobs(target, prompts[number], prover.plain[number]))
         if _without_end(answer.tokens, target.eos) == _without_end(prover.plain[number], target.eos):
+            continue
+        if not answer.tokens:
+            first = str(prover.plain[number][0])
+            proof.mismatches.append(Mismatch(number, 0, first, "the end", float("inf"), 0.0, False))
             continue
         found = prover.first_mismatch(number, answer.tokens)
         proof.mismatches.append(replace(found, plain=str(found.plain), speculative=str(found.speculative)))

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import ops, registry
-from specdec.api import DEMO_TARGET, load_drafter
+from specdec.api import load_drafter
 from specdec.cli.files import output_folder
 from specdec.lab.bench.bench import Bench, Configuration, text_prompts
 from specdec.lab.bench.bench_command import make_contenders
@@ -27,7 +27,7 @@ from specdec.lab.models import read_entry
 from specdec.lab.output import write_csv, write_figure, write_json
 from specdec.lab.sweep.compare import as_rows
 from specdec.lab.sweep.comparison import FIELDS, compare, named
-from specdec.model.names import bundled, called
+from specdec.model.names import bundled_drafts, called, draft_for
 from specdec.text import encode_prompt, read_prompts
 from specdec.training.build import instantiate
 from specdec.training.train import load_some
@@ -37,18 +37,17 @@ ENGINE_PROMPT = 64  # tokens of the prompts that other engines decode
 
 
 def entries_of(settings: dict) -> dict:
-    """What is compared: `draft`, or else `entries`. ValueError for the demo's entries with another target."""
+    """Return what is compared: `draft`, or else `entries`. Another target than the demo's has its own bundled drafters
+    and n-grams instead of the demo's entries. Raises ValueError if none is bundled for it."""
     if not isinstance(settings["entries"], dict):
         raise ValueError(f"entries must map names to drafters, got {settings['entries']!r:.60}")
     if settings["draft"]:
         return named(settings["draft"])
     own = registry.read_yaml(registry.CONF / "compare.yaml", "settings")["entries"]
     target = settings["target"]["path"]
-    if target is not None and Path(bundled(target)) != DEMO_TARGET and settings["entries"] == own:
-        raise ValueError(
-            f"the target {target} needs drafters of its own, and the entries are the demo's: give --draft DRAFT,ngram"
-        )
-    return settings["entries"]
+    if settings["entries"] != own or draft_for(target) == draft_for(None):
+        return settings["entries"]
+    return named([*bundled_drafts(target), "ngram", "ngram:suffix"])
 
 
 def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> list[dict]:
@@ -56,7 +55,7 @@ def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> l
     of `ENGINE_PROMPT` tokens, greedy. Returns its rows.
     """
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
-    contenders = ["plain", "speculative", *({"transformers": "sdpa"}.get(name, name) for name in engines)]
+    contenders = ["plain", "speculative", *engines]
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
     drafter = read_entry(entry, FIELDS, "the first entry")
     maps = {"token_map": drafter.get("token_map", settings["token_map"])}
@@ -68,6 +67,16 @@ def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> l
     how: dict[str, Any] = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
     bench = Bench(target, made, texts, bandwidth(target.device), **how, progress=partial(print, file=sys.stderr))
     return bench.run(Configuration(f"prompts of {ENGINE_PROMPT} tokens", ENGINE_PROMPT, new))
+
+
+def engines_in_words(rows: list[dict], drafter: str) -> str:
+    """Say how fast plain and speculative decoding are compared with each other engine."""
+    rates = {row["contender"]: row["tokens_per_second"] for row in rows if "tokens_per_second" in row}
+    plain, speculative = rates.pop("plain", 0.0), rates.pop("speculative", 0.0)
+    return "\n".join(
+        f"Plain decoding is {plain / rate:.2f} times as fast as {name}, and {drafter} {speculative / rate:.2f} times."
+        for name, rate in rates.items()
+    )
 
 
 def run(config: DictConfig) -> None:
@@ -108,6 +117,7 @@ def run(config: DictConfig) -> None:
     finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
         found.print()
         if settings["with"]:
-            print_rows(result["engines"], "other engines")
+            print_rows(result["engines"], f"{next(iter(entries))} and other engines")
+            print(engines_in_words(result["engines"], next(iter(entries))))
     print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))

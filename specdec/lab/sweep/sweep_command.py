@@ -23,6 +23,7 @@ from specdec.lab.sweep.point_table import print_tables
 from specdec.lab.sweep.points import Draft, SweepPoint, signature
 from specdec.lab.sweep.store import counts_of, write_results
 from specdec.lab.sweep.sweep import Sweep
+from specdec.model.names import draft_for
 from specdec.training.loop.parallel import join_processes
 from specdec.training.train import check_folder, instantiate, load_some
 from specdec.trees.spec import grid
@@ -74,6 +75,7 @@ def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, in
 
 def run(config: DictConfig) -> None:
     settings: Any = OmegaConf.to_container(config, resolve=True)
+    settings["draft"] = draft_for(settings["target"]["path"], settings["draft"])
     out = Path(config.out)
     with no_empty_folder(out):
         check_folder(out, resume=True)

@@ -52,7 +52,8 @@ def causes(rows: Rows, drafter: Drafter, decode: Callable[[int], str]) -> list[s
     if shares and shares[0] < LOW:
         found.append(
             f"The first drafted token is accepted in {shares[0]:.0%} of the rounds: the drafter does not know these "
-            "texts. Train it on the target's own answers to such prompts (specdec data regenerate, train from=DRAFT)."
+            "texts. Train it further on the target's own answers to such prompts (`specdec data regenerate`, then "
+            "`specdec train --from DRAFT`)."
         )
     elif len(shares) > 1 and shares[-1] > HIGH:
         found.append(f"{shares[-1]:.0%} of the rounds accept all {len(shares)} levels: draft deeper, --steps.")

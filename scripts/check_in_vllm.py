@@ -148,8 +148,8 @@ def run(*command: object) -> None:
 # The cases
 
 
-def exported(name: str, drafter: str | Path, folder: Path, target: str | Path = DEMO_TARGET) -> Case:
-    checkpoint = export(drafter, folder, "vllm", target)
+def exported(name: str, drafter: str | Path, folder: Path, target: str | Path | None = None) -> Case:
+    checkpoint = export(drafter, folder, "vllm", target or DEMO_TARGET)
     return Case(name, drafter, folder, checkpoint.family.vllm(checkpoint.meaning))
 
 
@@ -158,7 +158,7 @@ def bundled_drafters() -> list[Path]:
     return sorted(p.parent for p in DEMO_TARGET.parent.glob("*/config.json") if p.parent.name not in others)
 
 
-def drafter_cases(folder: Path, drafters: Sequence[str | Path], target=DEMO_TARGET) -> tuple[list[Case], dict]:
+def drafter_cases(folder: Path, drafters: Sequence[str | Path], target=None) -> tuple[list[Case], dict]:
     """Export drafters. Returns the cases, and the reasons why vLLM cannot load the others."""
     cases, refused = [], {}
     for drafter in drafters:

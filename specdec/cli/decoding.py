@@ -6,7 +6,7 @@ from specdec.api import Generation
 from specdec.cli.screen import Screen
 from specdec.cli.session import Session
 
-LONG_ENOUGH, PASSES = 2.0, 5  # seconds of decoding, and passes, after which speeds are believed
+LONG_ENOUGH, PASSES = 6.0, 5  # seconds of decoding, and passes, after which speeds are believed
 
 
 @dataclass

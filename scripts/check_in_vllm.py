@@ -235,7 +235,7 @@ def compare(case: Case, theirs: list[dict], target, prompts: list[list[int]], ar
     """Compare vLLM's answers with ours, drafted by the drafter and by its export."""
     asked = vllm_config(case.asked, case.exported, args.steps)
     steps = asked["num_speculative_tokens"]
-    drafters = [load_drafter(path, target) for path in (case.drafter, case.exported)]
+    drafters = [load_drafter(path, target, dtype="fp32") for path in (case.drafter, case.exported)]
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
     wrong = differences(theirs, ours) + differences(theirs, again, "the export read back: ")
     found = {"case": case.name, "method": asked["method"], "steps": steps}

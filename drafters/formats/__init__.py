@@ -285,8 +285,7 @@ def family_of(drafter: Drafter) -> Family:
 
 
 def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> None:
-    """Write a drafter atomically as a folder, in its family's layout, or else in the first layout that can express it.
-    """
+    """Write a drafter atomically as a folder, in its family's layout, or in the first layout that can express it."""
     family = family_of(drafter)
     meaning, tensors = family.dismantle(drafter, target)
     usual, refused = find_layout(family, family.saved_as), []

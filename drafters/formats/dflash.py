@@ -269,8 +269,8 @@ class BlockFamily(Family):
     def refuse(self, server: str, meaning: BlockMeaning) -> None:
         """Raise ValueError for a drafter that vLLM or SGLang would run differently.
 
-        In DFlash only the mask rows draft in vLLM. Of the Markov heads it supports DSpark's plain one, without gate and
-        state. Both servers gather taps in ascending order.
+        vLLM drafts only from the mask rows of DFlash, and reads neither the gate nor the state of a Markov head. Both
+        servers gather taps in ascending order.
         """
         (title, heads), how, kind = SERVERS[server], meaning.forward, meaning.conditional
         if kind not in heads:

@@ -50,7 +50,7 @@ class Clock:
     CLEAR = Path("/proc/self/clear_refs")
 
     def __init__(self, device: torch.device):
-        """Select what is measured: the GPU if `device` is one, or this process."""
+        """Measure the GPU if `device` is one, or else this process."""
         self.cuda = device.type == "cuda"
 
     def seconds(self, work) -> float:

@@ -37,7 +37,7 @@ class Save(example.PendingSave):
 
 
 class HiddenStateFiles(example.ExampleHiddenStatesConnector):
-    """Connect vLLM to the folder of hidden state files."""
+    """Write the hidden states of each request of vLLM to a file."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         """Set up the connector without vLLM's lock files."""

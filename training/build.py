@@ -21,8 +21,15 @@ BASES = {"drafter": Drafter, "objective": Objective, "verifier": Rule}  # what o
 
 
 def instantiate(settings, group: str = "", **extra):
-    """Hydra's `instantiate`, which also takes the user's own code. Whatever the called function raises becomes a
-    ValueError. group: the group of conf/ that the settings are of, if own code can stand there.
+    """Call Hydra's `instantiate`, or make a part from the user's own code.
+
+    Args:
+        settings: Settings with a `_target_`.
+        group: Group of conf/ that the settings belong to, if it may name the user's own code.
+        extra: Further arguments of the called function.
+
+    Raises:
+        ValueError: The called function raised an error, whatever its type.
     """
     named = settings.get("_target_")
     if group in BASES and (own.is_own(named) or "." not in named):
@@ -69,8 +76,9 @@ def build_drafter(config: DictConfig, target: LanguageModel, samples: list[Sampl
 
 
 def from_checkpoint(words: list[str]) -> list[str]:
-    """The words of a command, with the settings that from=CHECKPOINT stands for: the drafter as it was saved, and the
-    objective of its family unless another is given.
+    """Replace from=CHECKPOINT in the words of a command by the settings that it stands for.
+
+    These are the drafter as it was saved, and the objective of its family unless the words name one.
 
     Raises:
         ValueError: There is no such drafter, it does not learn, or a setting describes another one.

@@ -1,4 +1,6 @@
-"""Cache the target's features (Hydra):  specdec train cache target.path=... data.path=... out=FOLDER
+"""Cache the target's features (Hydra).
+
+    specdec train cache target.path=... data.path=... out=FOLDER
 
 Then `specdec train data.cache=FOLDER ...` trains without running the target's layers. The drafter's settings
 say which hidden states are cached. The same command continues after an interruption: it checks the existing shards,
@@ -65,10 +67,21 @@ class FeatureCacheWriter:
         autocast: AbstractContextManager | None = None,
         states: VllmStates | None = None,
     ):
-        """Writes cache.json, or checks that the one there says the same. Raises ValueError if it does not, or if the
-        folder cannot be written.
+        """Write cache.json, or check that an existing one has the same contents.
 
-        states: where the features are from, if the target does not compute them here.
+        Args:
+            folder: Folder of the cache.
+            target: The target, which computes the features unless `states` is given.
+            vocab: The draft vocabulary.
+            samples: Samples to cache.
+            form: What is stored of each sample.
+            shard_tokens: Number of tokens in a shard.
+            batch_tokens: Number of tokens in a batch of the target.
+            autocast: Context in which the target runs.
+            states: Hidden states that vLLM has written.
+
+        Raises:
+            ValueError: cache.json has other contents, or the folder cannot be written.
         """
         if form.keep is None and not isinstance(target, Target):
             raise ValueError(
@@ -208,6 +221,7 @@ def read_states(config: DictConfig, target: LanguageModel, taps: tuple[int, ...]
 
 
 def run(config: DictConfig) -> None:
+    """Cache the features that the composed settings of `specdec train cache` describe."""
     (settings, _), out, keep = all_settings(config), Path(config.out), read_keep(config.keep)
     check_sources(config)
     target = load_some(config, config.device, whole=config.from_vllm is None)

@@ -59,6 +59,7 @@ def write(ids: list[int], path: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Count tokens and write the map for the parsed flags of `specdec data count`."""
     target = load_texts(args.target or DEMO_TARGET)
     if not len(target.eos) < args.size <= target.vocab:
         raise ValueError(f"--size must lie between {len(target.eos) + 1} and {target.vocab}, got {args.size}")

@@ -1,4 +1,6 @@
-"""Print what a run will take, before it starts:  specdec train estimate SETTINGS-OF-TRAIN
+"""Print the disk space, memory and time that a run will take.
+
+    specdec train estimate SETTINGS-OF-TRAIN
 
 It prints disk, memory and time of training with these settings, and of a cache of the features. Counts are exact.
 Memory is printed twice: from shapes, and as measured in a real step on the largest batch. Times are those of three
@@ -29,10 +31,12 @@ MEASURED = {"interpreter and libraries": "measured"}
 
 
 def plan(trainer: Trainer) -> tuple[list[int], dict]:
-    """Count the batches of the whole run, of all its processes together, without making them. Tokens include padding,
-    as in the log.
+    """Count the batches of the whole run and all its processes, without making them.
 
-    Returns the batch with most padded tokens, as sample indices, and the counts by their names in the report.
+    Tokens include padding, as in the log.
+
+    Returns:
+        The sample indices of the batch with the most padded tokens, and the counts by their names in the report.
     """
     data, config = trainer.data, trainer.config
     a_step = config.accumulate * trainer.processes.world
@@ -112,6 +116,7 @@ def warnings(report: dict) -> list[str]:
 
 
 def size(count: int | None) -> str:
+    """Return a number of bytes in a readable unit, or 'unknown' for None."""
     if count is None:
         return "unknown"
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20)):
@@ -121,11 +126,13 @@ def size(count: int | None) -> str:
 
 
 def span(seconds: float) -> str:
+    """Return a duration in hours and minutes, or in minutes and seconds."""
     minutes, rest = divmod(seconds, 60)
     return f"{int(minutes // 60)} h {int(minutes % 60)} min" if minutes >= 60 else f"{int(minutes)} min {rest:.0f} s"
 
 
 def print_report(report: dict) -> None:
+    """Print a report as a table."""
     table = Table(title="before anything starts", title_justify="left")
     for column in ("", "value", "known from"):
         table.add_column(column, justify="right" if column == "value" else "left")
@@ -159,6 +166,7 @@ def print_report(report: dict) -> None:
 
 
 def run(config: DictConfig) -> None:
+    """Print the estimate for the composed settings of `specdec train estimate`."""
     config.trainer.logger = None
     before = process_memory("VmRSS") if config.device == "cpu" else 0
     processes = join_processes(config.device, config.tp_plan)

@@ -37,6 +37,7 @@ class Training:
     out: Path
 
     def __repr__(self) -> str:
+        """Return the drafter, the number of steps, tau and the folder of the trained drafter."""
         tau = "" if self.tau is None else f", tau {self.tau:.2f}"
         return f"Training({self.drafter!r}, {self.log[-1]['step'] if self.log else 0} steps{tau}, draft={self.draft!r})"
 

@@ -44,8 +44,9 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, so that any string comes back unchanged. Each digit is a token, as a model of this size needs
-    that to learn any arithmetic.
+    """Train a byte-level BPE tokenizer, which reproduces any string exactly.
+
+    Each digit is a token, because a model of this size needs that to learn any arithmetic.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -154,8 +155,10 @@ def _resume(checkpoint: Path, model: LlamaForCausalLM, optimizers: Optimizers) -
 
 
 def _lr_scale(step: int, steps: int, spent: float) -> float:
-    """Up over the first 2 % of the steps, constant, then down to zero over the last 60 % of the steps or of the time,
-    whichever ends first. spent: the part of the time that is over.
+    """Return the factor of the learning rate at a step.
+
+    It rises over the first 2 % of the steps, is constant, and falls to zero over the last 60 % of the steps or of the
+    time, whichever ends first. `spent` is the share of the time that has passed.
     """
     return min((step + 1) / (0.02 * steps + 1), 1.0, (1 - max(step / steps, spent)) / 0.6)
 

@@ -51,7 +51,8 @@ def prompts_of(
     target: LanguageModel, records: Iterable[Record], tally: Tally, turns: str = "first", day: str | None = None
 ) -> Iterator[Prompt]:
     """Yield the messages before the assistant's first answer in each record, if they take at most half of the context.
-    turns: 'all' includes the messages before each later answer.
+
+    With `turns` 'all', a prompt includes the messages before each later answer.
     """
     longest = target.config.context // 2
     for where, messages in read_messages(records, target.tokenizer, tally):
@@ -75,8 +76,12 @@ def prompts_of(
 
 
 def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]]:
-    """Number the prompts, and make batches of similar lengths, in random order: any part of the output is a fair sample
-    of all. Raises ValueError if there is no prompt.
+    """Number the prompts, and return batches of similar lengths in random order.
+
+    Because of the order, any part of the output is a fair sample of all.
+
+    Raises:
+        ValueError: There is no prompt.
     """
     if not prompts:
         raise ValueError("there is no prompt to answer")
@@ -88,6 +93,7 @@ def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]
 
 
 def digest(batches: list[list[Prompt]]) -> str:
+    """Return a short hash of the prompts' token ids."""
     return hashlib.sha256(json.dumps([[p.ids for p in batch] for batch in batches]).encode()).hexdigest()[:16]
 
 
@@ -192,8 +198,16 @@ def _write(
     shard_size: int | None = None,
     only: int | None = None,
 ) -> list[Path]:
-    """Write the answers to the prompts of `batches`. answers: called with the number of the first missing answer
-    and one past the last; yields the rows between.
+    """Write the answers to the prompts of `batches`, and return the files.
+
+    Args:
+        out: File to write, or the stem of the shards' names.
+        batches: Batches of prompts.
+        settings: Settings that made the answers, stored next to the files.
+        answers: Function of the number of the first missing answer and one past the last; yields the rows between.
+        day: Date that chat templates write.
+        shard_size: Number of rows in a file; None for one file.
+        only: Number of the only file to write; None for all.
     """
     count, settings = sum(map(len, batches)), settings | {"prompts_digest": digest(batches)}
     settings |= {"day": day} if day else {}
@@ -211,6 +225,7 @@ def _write(
 
 
 def run(args: argparse.Namespace) -> None:
+    """Regenerate the answers for the parsed flags of `specdec data regenerate`."""
     sampling, part = read_flags(Sampling, args), args.part
     mine = args.out if part is None else args.out.with_name(f"{args.out.stem}.part-{part[0]}-of-{part[1]}")
     with only_writer(mine):
@@ -218,8 +233,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, int] | None = None) -> None:
-    """Read the prompts, and answer them into --out, which is locked meanwhile. part: (2, 4) is the third of
-    4 jobs, which take the files in turn; without --shard-size there is a file for each.
+    """Read the prompts, and write their answers to --out, which is locked meanwhile.
+
+    `part` (2, 4) is the third of 4 jobs, which take the files in turn. Without --shard-size each job has one file.
     """
     server = Remote(args.server, args.served_model_name) if args.server is not None else None
     target: Any = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()

@@ -17,14 +17,15 @@ TOKENS = 6  # of the rehearsed decoding
 
 
 def rehearse(trainer: Trainer, drafter: str, objective: str, decodes: bool) -> None:
-    """Try what a run will do: a loss with gradients, saving, loading, and decoding a few tokens. Runs of several
-    processes are not rehearsed.
+    """Try the operations of a run: a loss with gradients, saving, loading, and decoding a few tokens.
+
+    Runs of several processes are not rehearsed.
 
     Args:
-        trainer: The run before its first step, which it leaves as it was.
-        drafter: What the settings name as the drafter. Only the user's own is tried.
-        objective: The same of the objective.
-        decodes: Whether the target has its layers here.
+        trainer: The run before its first step. It is left unchanged.
+        drafter: The drafter's name in the settings. Only the user's own drafter is tried.
+        objective: The objective's name in the settings. Only the user's own objective is tried.
+        decodes: Whether the target's layers are loaded here.
 
     Raises:
         ValueError: The user's code fails, or makes something that cannot be trained, saved or loaded.

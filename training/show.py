@@ -42,6 +42,7 @@ def show(tokenizer, sample: Sample, screen: Console) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Print conversations for the parsed flags of `specdec data show`."""
     target: Any = load_texts(args.target or DEMO_TARGET)
     tally = Tally(args.bad)
     samples = read_samples(

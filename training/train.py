@@ -1,4 +1,6 @@
-"""Train a drafter (Hydra):  specdec train target.path=... data.path=... out=...
+"""Train a drafter (Hydra).
+
+    specdec train target.path=... data.path=... out=...
 
 Every setting is in conf/train.yaml and its groups; `specdec train --cfg job` prints them all.
 """
@@ -84,8 +86,10 @@ def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
 
 
 def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPolicy) -> TrainerConfig:
-    """Return the settings of a run without the target's layers, which decodes nothing. Raises ValueError for settings
-    that need the layers.
+    """Return the settings of a run without the target's layers, which decodes nothing.
+
+    Raises:
+        ValueError: A setting needs the layers.
     """
     if not config.data.cache:
         raise ValueError(

@@ -129,8 +129,9 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike, headers: bool = False) -> Checkpoint:
-    """Recognise and read a checkpoint folder or hub name, without a target. headers: hold no weights; they are still
-    looked at one by one for NaN and Inf.
+    """Recognise and read a checkpoint folder or hub name, without a target.
+
+    With `headers` no weights are stored, but each tensor is still checked for NaN and Inf.
     """
     folder = resolve(path)
     with damaged(path):
@@ -284,9 +285,7 @@ def family_of(drafter: Drafter) -> Family:
 
 
 def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> None:
-    """Write a drafter in the layout that its family is saved in, or, if that cannot say what it is, in the first one
-    that can, as one folder, whole or not at all.
-    """
+    """Write a drafter atomically as a folder, in its family's layout, or in the first layout that can express it."""
     family = family_of(drafter)
     meaning, tensors = family.dismantle(drafter, target)
     usual, refused = find_layout(family, family.saved_as), []

@@ -224,14 +224,16 @@ class Family:
         return self.algorithm
 
     def vllm(self, meaning: Any) -> dict:
-        """What vLLM's `--speculative-config` says beyond the folder of the export: the method, and how many tokens are
-        drafted where it is always the same number.
+        """Return the fields of vLLM's `--speculative-config` that the exported folder does not state.
+
+        These are the method, and the number of drafted tokens where it is fixed.
         """
         return {"method": self.method}
 
     def refuse(self, server: str, meaning: Any) -> None:
-        """Raise ValueError for what the server's forward would silently compute otherwise. It names the settings of
-        training that would change that.
+        """Raise ValueError for a drafter whose drafts the server's forward would silently compute differently.
+
+        The message names the training settings that avoid the difference.
         """
 
     def streams(self, meaning: Any, tensors: Tensors) -> int:
@@ -247,6 +249,7 @@ class Unset(TorchFunctionMode):
     """The functions of `torch.nn.init` leave tensors as they are."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Return the tensor unchanged if `function` is one of `torch.nn.init`, and call any other function."""
         kwargs = kwargs or {}
         if getattr(function, "__module__", None) == nn.init.__name__:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]

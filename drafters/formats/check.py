@@ -46,6 +46,7 @@ class Outcome:
 
     @property
     def name(self) -> str:
+        """Return the name of the reading."""
         return self.reading.name
 
     @property
@@ -72,10 +73,12 @@ class Report:
 
     @property
     def declared(self) -> Outcome:
+        """Return the outcome of the reading that the checkpoint's config declares."""
         return self.rounds[0][0]
 
     @property
     def better_reading(self) -> str | None:
+        """Return the names of the better readings, joined by semicolons, or None if there is none."""
         return "; ".join(outcome.name for outcome in self.chosen) or None
 
 

@@ -42,11 +42,17 @@ def convert(
     target: str | os.PathLike | None = None,
     int8: bool = False,
 ) -> Checkpoint:
-    """Write `source` in the layout `to`, bit for bit. Nothing is left out and nothing is made up; measured acceptance
-    goes along.
+    """Write `source` in the layout `to`, with bit-identical tensors and the measured acceptance.
 
-    target: needed if the layout states its name, names taps by its layers, or cannot express that the head is the
-    target's. int8: round the matrices (`round_rows`). Only specdec reads such a file.
+    A conversion that would have to leave out or invent a value fails.
+
+    Args:
+        source: Folder or hub name of the checkpoint.
+        destination: Folder to write.
+        to: Name of the layout.
+        target: Folder or hub name of the target. Needed if the layout states its name, names taps by its layers, or
+            cannot express that the head is the target's.
+        int8: Round the matrices (`round_rows`). Only specdec reads such a file.
     """
     checkpoint = open_checkpoint(source)
     _write(checkpoint, Path(destination), find_layout(checkpoint.family, to), target, int8)
@@ -56,10 +62,10 @@ def convert(
 def export(
     source: str | os.PathLike, destination: str | os.PathLike, server: str, target: str | os.PathLike | None = None
 ) -> Checkpoint:
-    """Write `source` as a server of `SERVERS` loads it. An embedding in the file counts only if it is the drafter's
-    own.
+    """Write `source` as a server of `SERVERS` loads it, with an embedding only if it is the drafter's own.
 
-    For SGLang a file without one means the target's. What a file for vLLM holds is in `drafters/formats/vllm.py`.
+    SGLang takes the target's embedding if the file has none. For the contents of a file for vLLM see
+    `drafters/formats/vllm.py`.
     """
     if server not in SERVERS:
         raise ValueError(f"can export for {' and '.join(SERVERS)} only, not for {server!r}")
@@ -177,8 +183,9 @@ def vllm_config(asked: dict, folder: Path, steps: int = SPECULATIVE_TOKENS) -> d
 
 
 def start_command(server: str, checkpoint: Checkpoint, folder: Path, target: str) -> str | None:
-    """The command that serves `target`, a folder or hub name, with an export of the checkpoint in `folder`. None where
-    nothing is known of it.
+    """Return the command that serves `target` with an export of the checkpoint in `folder`.
+
+    `target` is a folder or hub name. Without a known algorithm of SGLang return None.
     """
     family = checkpoint.family
     if server == "vllm":

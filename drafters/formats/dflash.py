@@ -54,9 +54,18 @@ class BlockMeaning(Meaning):
 def meaning_of(
     config: dict, layer: dict, tensors: Tensors, name: str, taps: tuple[int, ...], switches: dict, windowed: dict
 ) -> tuple[BlockMeaning, Tensors]:
-    """The meaning by the fields on which all layouts agree. layer: the config of the layers; switches: fields of
-    `BlockForward`; windowed: those that count if a layer has a window. What the tensors determine is read from them,
-    not from the config. Copies of the target's are left out.
+    """Return the meaning by the fields on which all layouts agree, and the tensors without copies of the target's.
+
+    Properties that the tensors determine are read from the tensors, not from the config.
+
+    Args:
+        config: Config of the checkpoint.
+        layer: Config of the draft layers.
+        tensors: Tensors of the checkpoint.
+        name: Name of the checkpoint in errors.
+        taps: Indices of the hidden states that the drafter reads.
+        switches: Fields of `BlockForward`.
+        windowed: Fields of `BlockForward` that count if a layer has a window.
     """
     angelspec = any(key.startswith(("layer_fusion_weights", "hidden_correction.")) for key in tensors)
     if angelspec or layer.get("model_arch") in ("dflare", "dfly"):
@@ -146,6 +155,8 @@ def head_fields(meaning: BlockMeaning) -> dict:
 
 
 class BlockFamily(Family):
+    """Define the family of block drafters: DFlash, DSpark, JetSpec, Domino and DFlash2."""
+
     objective = "block"
     title, noun = "DFlash", "a block drafter"
     drafter = BlockDrafter
@@ -256,8 +267,10 @@ class BlockFamily(Family):
         return {None: "DFLASH", "markov": "DSPARK"}.get(meaning.conditional)
 
     def refuse(self, server: str, meaning: BlockMeaning) -> None:
-        """Traps in vLLM: only the mask rows of DFlash draft, and the gate and the state of other Markov heads than
-        DSpark's plain one are not read. Both servers gather taps in ascending order.
+        """Raise ValueError for a drafter that vLLM or SGLang would run differently.
+
+        vLLM drafts only from the mask rows of DFlash, and reads neither the gate nor the state of a Markov head. Both
+        servers gather taps in ascending order.
         """
         (title, heads), how, kind = SERVERS[server], meaning.forward, meaning.conditional
         if kind not in heads:

@@ -30,10 +30,12 @@ ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "df
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is in the layout of z-lab and SpecForge: its config has a `dflash_config`."""
     return isinstance(config.get("dflash_config"), dict) and "hidden_norm.weight" in tensors
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
+    """Read a checkpoint of z-lab or SpecForge. Raise ValueError for an unsupported `projector_type`."""
     how = config["dflash_config"]
     kind = how.get("projector_type")
     if kind not in PROJECTORS:
@@ -46,6 +48,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tenso
 
 
 def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write the layout of z-lab and SpecForge. Raise ValueError for a drafter that it cannot express."""
     how = meaning.forward
     if meaning.own_head:
         raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
@@ -73,6 +76,7 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
 
 
 def convolution_fields(how: BlockForward) -> dict:
+    """Return the config fields of the convolutions, or {} without convolutions."""
     return {"conv_kernel_size": 2, "conv_group_size": how.convolution} if how.convolution else {}
 
 
@@ -83,11 +87,13 @@ def check_form(meaning: BlockMeaning, *, heads: tuple[str, ...]) -> None:
 
 
 def recognise_deepspec(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is in DeepSpec's layout: the fields of the block are at the top of the config."""
     flat = "target_layer_ids" in config and "mask_token_id" in config
     return flat and "dflash_config" not in config and "hidden_norm.weight" in tensors
 
 
 def read_deepspec(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
+    """Read a checkpoint of DeepSpec, in which slot k predicts token p+k+1."""
     return meaning_of(config, config, tensors, name, outputs(config, name), {"label": "p+k+1"}, {})
 
 
@@ -116,10 +122,12 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
 
 
 def recognise_speculators(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is a block drafter in the layout of the speculators library."""
     return kind_of(config) in ARCHITECTURES and "hidden_norm.weight" in tensors
 
 
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
+    """Read a block drafter in the layout of the speculators library, whose windows end before the anchor."""
     from_anchor = config.get("sample_from_anchor", kind_of(config) == "dspark")
     windowed = {"sliding_causal": not config.get("sliding_window_non_causal", False), "window_from": "anchor"}
     taps = check_list(config.get("aux_hidden_state_layer_ids"), name)
@@ -142,6 +150,7 @@ def speculators_kind(meaning: BlockMeaning) -> str:
 
 
 def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write the layout of the speculators library. Raise ValueError for a drafter that it cannot express."""
     how = meaning.forward
     check_form(meaning, heads=(*MARKOV.values(), "selector"))
     if how.causal:
@@ -184,6 +193,7 @@ SPECULATORS = Layout(
 
 
 def write_vllm(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write the layout that vLLM reads for this drafter. Raise ValueError if there is none, or without a target."""
     how, target = meaning.forward, needed(target)
     _check_last(meaning, target, "which vLLM has only as it is before the final norm")
     if meaning.conditional or meaning.confidence is not None:
@@ -201,6 +211,7 @@ def write_vllm(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | No
 
 
 def write_sglang(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write the layout that SGLang reads for this drafter. Raise ValueError if there is none."""
     if target is not None:
         _check_last(meaning, target, "which SGLang does not give")
     one = write_deepspec if meaning.conditional == "markov" else write

@@ -52,6 +52,8 @@ class EagleMeaning(Meaning):
 
 
 class EagleFamily(Family):
+    """Define the family of EAGLE-1 (arXiv 2401.15077) and EAGLE-2 (arXiv 2406.16858) heads, which share one forward."""
+
     objective = "eagle"
     title = noun = "EAGLE-1/2"
     drafter = Eagle
@@ -130,6 +132,7 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[EagleMeaning, Tensors]:
+    """Read a checkpoint of the EAGLE authors, whose `fc` has a bias unless the config states otherwise."""
     return _meaning(config, config.get("vocab_size"), bool(config.get("bias", True)), tensors, name), tensors
 
 
@@ -144,6 +147,7 @@ def _meaning(config: dict, vocab: object, fc_bias: bool, tensors: Tensors, name:
 
 
 def write(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write the layout of the EAGLE authors, with the field `own_embedding` for a head that has its own embedding."""
     config = {
         "architectures": ["LlamaForCausalLMEagle"],
         **shape_fields(meaning.shape),
@@ -155,8 +159,10 @@ def write(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -
 
 
 def write_sglang(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    """SGLang's `fc` always has a bias, which stays random if the file holds none. A config's `bias` or
-    `attention_bias` gives biases to q, k, v and the output of the attention there.
+    """Write the layout that SGLang reads, in which `fc` always has a bias.
+
+    Without one in the file, SGLang's bias stays random. The fields `bias` and `attention_bias` of a config add biases
+    to q, k, v and the attention output in SGLang.
     """
     dtype = tensors["fc.weight"].dtype
     tensors = {"fc.bias": torch.zeros(meaning.shape.hidden, dtype=dtype)} | tensors
@@ -171,10 +177,12 @@ def write_sglang(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | 
 
 
 def recognise_speculators(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is an EAGLE-1/2 head in the layout of the speculators library."""
     return kind_of(config) == "eagle" and "fusion_fc.weight" in tensors
 
 
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[EagleMeaning, Tensors]:
+    """Read an EAGLE-1/2 head of the speculators library. Raise ValueError for the variant with three more norms."""
     if config.get("layernorms"):
         raise ValueError(f"{name}: layernorms is set, a variant of EAGLE with three more norms, which is not supported")
     layer = nested_config(config, name)
@@ -183,6 +191,7 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[EagleMe
 
 
 def write_speculators(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write the layout of the speculators library. Raise ValueError for a draft vocabulary or an own embedding."""
     if "draft_ids" in tensors:
         raise ValueError("the speculators layout of EAGLE-1/2 has no place for a draft vocabulary")
     if meaning.own_embedding:

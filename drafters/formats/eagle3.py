@@ -66,10 +66,12 @@ def parameters(drafter: Eagle3) -> dict[str, Place]:
 
 
 def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, Tensors]:
-    """The same head with its taps in ascending order, which is the order in which servers gather them, whatever a
-    config lists. The columns of `fc` and the norms of the taps follow.
+    """Return the same head with its taps in ascending order, the order in which servers gather them.
 
-    Raises ValueError for a tap that is listed twice.
+    The columns of `fc` and the norms of the taps are permuted accordingly.
+
+    Raises:
+        ValueError: A tap is listed twice.
     """
     taps = meaning.taps
     if taps is None or all(a < b for a, b in itertools.pairwise(taps)):
@@ -90,6 +92,8 @@ SGLANG_KNOWS = ("tap_norms", "input_norm", "feedback")  # of the switches; the r
 
 
 class Eagle3Family(Family):
+    """Define the family of EAGLE-3 heads (arXiv 2503.01840)."""
+
     title = noun = "EAGLE-3"
     drafter: type[Drafter] = Eagle3
     saved_as = "specdec"

@@ -18,6 +18,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether the tensors have the published names of an EAGLE-3 head."""
     return "fc.weight" in tensors and any(name.startswith("midlayer.") for name in tensors)
 
 
@@ -34,8 +35,9 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tens
 def meaning_of(
     config: dict, tensors: Tensors, name: str, taps: tuple[int, ...] | None, feedback: bool, head_norm: bool
 ) -> Eagle3Meaning:
-    """The meaning by the fields on which all layouts agree. What the tensors show is read from them, and not from the
-    config.
+    """Return the meaning by the fields on which all layouts agree.
+
+    Properties that the tensors determine are read from the tensors, not from the config.
     """
     shape = read_shape(config, name)
     if "fc.weight" not in tensors:
@@ -69,9 +71,11 @@ def meaning_of(
 
 
 def _taps(config: dict, name: str) -> tuple[int, ...] | None:
-    """Indices into hidden_states; None for the published default. A list inside `eagle_config` counts layers by their
-    outputs (SpecForge, SGLang, ModelOpt), a list at the top of the config by their inputs (vLLM, which takes the list
-    inside for inputs too if there is no other). Our own field `taps` holds the indices.
+    """Return the taps as indices into hidden_states, or None for the published default.
+
+    A list inside `eagle_config` counts layers by their outputs (SpecForge, SGLang, ModelOpt). A list at the top of the
+    config counts layers by their inputs (vLLM, which reads the list inside as inputs too if there is no other). Our own
+    field `taps` holds the indices.
     """
     if config.get("taps") is not None:
         return check_list(config["taps"], name)
@@ -83,6 +87,7 @@ def _taps(config: dict, name: str) -> tuple[int, ...] | None:
 
 
 def check_list(taps, name: str) -> tuple[int, ...]:
+    """Return a config's list of taps as a tuple. Raise ValueError unless it is a list of integers."""
     if not isinstance(taps, list) or not all(isinstance(tap, int) for tap in taps):
         raise ValueError(f"{name}: taps must be a list of layer numbers, got {taps!r}")
     return tuple(taps)
@@ -116,18 +121,23 @@ def _written(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | Non
 
 
 def flag_fields(how: Eagle3Forward) -> dict:
-    """The fields of other trainers. Fields that are off are left out, as in the published configs, but for
-    `norm_before_residual`, which some readers take for true where it is absent.
+    """Return the config fields of other trainers for the flags of a forward.
+
+    Fields that are off are left out, as in the published configs. `norm_before_residual` is always written, because
+    some readers take a missing field for true.
     """
     flags = {"fc_norm": how.tap_norms, "norm_before_fc": how.input_norm, "attention_bias": how.qkv_bias}
     return {"norm_before_residual": how.residual_norm} | {name: True for name, on in flags.items() if on}
 
 
 def listed(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
-    """The config fields that list the taps, as outputs of layers where SGLang, SpecForge and ModelOpt look, and as
-    inputs where vLLM looks first; none for the published default.
+    """Return the config fields that list the taps, or {} for the published default.
 
-    Raises ValueError for a hidden state that is no layer's output.
+    The taps are listed as layer outputs where SGLang, SpecForge and ModelOpt look, and as layer inputs where vLLM looks
+    first.
+
+    Raises:
+        ValueError: A tap is a hidden state that is no layer's output.
     """
     if taps is None:
         return {}
@@ -141,16 +151,20 @@ def listed(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
 
 
 def with_membership(tensors: Tensors, vocab: int) -> Tensors:
+    """Return the tensors with the mask `t2d` [vocab] of the draft tokens, if they have the map `d2t`."""
     return tensors | {"t2d": membership(tensors["d2t"], vocab)} if "d2t" in tensors else tensors
 
 
 def recognise_own(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is in the published layout with our field `taps`."""
     return recognise(config, tensors) and "taps" in config
 
 
 def write_own(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    """The published layout with the field `taps`, and with a list for other readers where they have names for the
-    taps. `target_head` means the target's rows for the draft vocabulary, which the file then does not hold.
+    """Write the published layout with our field `taps`, and the lists for other readers if these can name the taps.
+
+    The field `target_head` means that the drafter uses the target's rows for the draft vocabulary, and the file holds
+    no head.
     """
     config, tensors = _written(dataclasses.replace(meaning, taps=None), tensors, target)
     if not meaning.own_head and meaning.draft_vocab != meaning.vocab:
@@ -171,6 +185,7 @@ def doubts(config: dict) -> list[str]:
 
 
 def order_doubts(ids: list | None) -> list[str]:
+    """Return a warning if the taps are not listed in ascending order, the order in which servers gather them."""
     if not isinstance(ids, list) or ids == sorted(set(ids)):
         return []
     return [f"the taps are read in the order listed, {ids}; vLLM and SGLang gather them in ascending order"]

@@ -27,10 +27,10 @@ class Answer:
 
 @dataclass
 class Batch:
-    """Answers side by side, padded on the right. A round may begin at n positions: those of the answers from which
-    there is something left to draft.
+    """Hold a batch of answers, padded on the right, and the n positions from which a round may begin.
 
-    Row t of the drafter has the feature of token t, reads token t+1 and drafts token t+2.
+    These are the positions of the answers after which tokens remain to be drafted. Row t of the drafter has the feature
+    of token t, reads token t+1 and drafts token t+2.
     """
 
     first: Tensor  # [B] token 0
@@ -117,8 +117,9 @@ def follow(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) ->
 
 
 def _steps(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each step and each of the n positions: is the best draft the true token, and the latter's
-    log-probability, 0 if the drafter does not know it.
+    """Yield for each step whether the best draft is the true token [n], and the true token's log-probability [n].
+
+    The log-probability is 0 for a token outside the draft vocabulary.
     """
     drafter.first_tokens = batch.first
     feats = torch.cat([batch.states[tap] for tap in taps], dim=-1) if taps else None

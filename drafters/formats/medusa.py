@@ -35,6 +35,8 @@ class MedusaMeaning(Meaning):
 
 
 class MedusaFamily(Family):
+    """Define the family of Medusa heads (arXiv 2401.10774)."""
+
     objective = "medusa"
     title = noun = "Medusa"
     drafter = Medusa
@@ -100,6 +102,7 @@ class MedusaFamily(Family):
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether the tensors have the published names of Medusa heads."""
     return "0.0.linear.weight" in tensors
 
 
@@ -113,6 +116,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeaning, Tens
 
 
 def write(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write the layout of the Medusa authors."""
     shape = meaning.shape
     config = {
         "architectures": ["MedusaModel"],

@@ -26,20 +26,24 @@ TRAINING_NAMES = {
 
 
 def recognise_training(config: dict, tensors: Tensors) -> bool:
+    """Return whether the tensors have the names of a ModelOpt training checkpoint."""
     return any(name.startswith(PREFIX) for name in tensors)
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is an EAGLE-3 head in ModelOpt's exported layout."""
     return "layers.0.hidden_norm.weight" in tensors and kind_of(config) is None
 
 
 def read_training(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    """Read an EAGLE-3 head from a ModelOpt training checkpoint, ignoring the tensors of the target."""
     ours = {key.removeprefix(PREFIX): value for key, value in tensors.items() if key.startswith(PREFIX)}
     meaning, ours = read(config, {TRAINING_NAMES.get(key, key): value for key, value in ours.items()}, name)
     return meaning, ours
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    """Read an EAGLE-3 head that ModelOpt exported. A file without `lm_head.weight` uses the target's head."""
     meaning, tensors = eagle3_layout.read(config, renamed(tensors, "layers.0.", "midlayer."), name)
     if "lm_head.weight" in tensors:
         return meaning, tensors
@@ -47,12 +51,14 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tens
 
 
 def write_training(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write an EAGLE-3 head under the names of a ModelOpt training checkpoint."""
     config, tensors = write(meaning, tensors, target)
     back = {new.replace("midlayer.", "layers.0."): old for old, new in TRAINING_NAMES.items()}
     return config, {PREFIX + back.get(key, key): value for key, value in tensors.items()}
 
 
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write an EAGLE-3 head as ModelOpt exports it, without the mask `t2d`."""
     config, tensors = eagle3_layout.write(dataclasses.replace(meaning, own_head=True), tensors, target)
     return config, renamed({key: t for key, t in tensors.items() if key != "t2d"}, "midlayer.", "layers.0.")
 

@@ -57,6 +57,8 @@ def head_parameters(block: MtpLayer, prefix: str, layer: str, names: dict[str, s
 
 
 class MtpFamily(Family):
+    """Define the family of multi-token prediction (MTP) heads that are stored in a folder of their own."""
+
     objective = "mtp"
     title, noun = "MTP", "an MTP head"
     drafter = Mtp
@@ -120,6 +122,7 @@ class MtpFamily(Family):
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether the tensors have MiMo's names of MTP heads."""
     return any(name.startswith(PREFIX) for name in tensors)
 
 
@@ -138,6 +141,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[MtpMeaning, Tensors
 
 
 def write(meaning: MtpMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write MiMo's names, with the field `mtp` for the settings of the forward."""
     config = {
         "architectures": ["MtpDrafter"],
         **shape_fields(meaning.shape),

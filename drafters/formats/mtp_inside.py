@@ -155,13 +155,18 @@ def _parameters(drafter: Mtp, kind: str, prefix: str) -> dict[str, Place]:
 
 
 class InsideFamily(Family):
+    """Define the family of multi-token prediction (MTP) heads that are part of a target's checkpoint."""
+
     objective = "mtp"
     title = "MTP heads inside a target"
     reads = 0
 
     def construct(self, meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
-        """Raises ValueError for a block that is not ordinary grouped-query attention with a dense or mixture-of-experts
-        MLP, too.
+        """Build the drafter from the MTP tensors of the target's checkpoint.
+
+        Raises:
+            ValueError: The tensors do not fit, or the block is not grouped-query attention with a dense or
+                mixture-of-experts MLP.
         """
         shape = _shape(meaning.config, name)
         check_faults(shape_faults(shape), name)
@@ -213,18 +218,22 @@ class InsideFamily(Family):
 
 
 def wants(config: dict, name: str) -> bool:
+    """Return whether the tensor `name` belongs to an MTP head."""
     return naming(name, config.get("num_hidden_layers", 0)) is not None
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether the checkpoint is a target with MTP heads: it has an embedding and tensors of an MTP head."""
     return EMBEDDING in tensors and any(wants(config, name) for name in tensors)
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[InsideMeaning, Tensors]:
+    """Return the target's config, the kind of names that the MTP tensors have, and the tensors."""
     return InsideMeaning(config, naming(next(iter(tensors)), config["num_hidden_layers"]) or ""), tensors
 
 
 def write(meaning: InsideMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Raise ValueError, because these heads are not written apart from their target."""
     raise ValueError("MTP heads inside a target's checkpoint stay there: there is nothing to convert")
 
 

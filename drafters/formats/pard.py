@@ -152,10 +152,12 @@ class PardFamily(Family):
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is a PARD or PARD-2 drafter, by `spd_type` in its config."""
     return config.get("spd_type") in ("pard", "pard2") and "model.embed_tokens.weight" in tensors
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[PardMeaning, Tensors]:
+    """Read a PARD or PARD-2 drafter. Raise ValueError for missing or unsupported config fields."""
     mask, layers = config.get("pard_token"), config.get("pard2_target_layers") or []
     if not isinstance(mask, int):
         raise ValueError(f"{name}: config.json lacks the number pard_token")
@@ -175,6 +177,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[PardMeaning, Tensor
 
 
 def write(meaning: PardMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write a PARD drafter, or a PARD-2 drafter if it reads hidden states of the target."""
     config = meaning.config | {"pard_token": meaning.mask_token, "block_size": meaning.block}
     config |= {"spd_type": "pard", "dtype": dtype_name(tensors["model.norm.weight"])}
     if meaning.layers:
@@ -190,6 +193,7 @@ def write(meaning: PardMeaning, tensors: Tensors, target: TargetFacts | None) ->
 
 
 def doubts(config: dict) -> list[str]:
+    """Return a warning if the config does not state how many tokens the drafter was trained to draft."""
     if "block_size" in config:
         return []
     return [f"how many tokens it has learnt to draft is not stated: {BLOCK} are taken"]

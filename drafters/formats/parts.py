@@ -141,6 +141,7 @@ def shape_fields(shape: DraftShape) -> dict:
 
 
 def dtype_name(tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype as configs spell it, for example 'bfloat16'."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -156,6 +157,7 @@ def describe_shape(shape: DraftShape) -> dict[str, str]:
 
 
 def describe_rope(rope: Rope) -> str:
+    """Return the base and the scaling of a rope in words."""
     scaling = "" if rope.scaling == "default" else f", {rope.scaling} scaling by {rope.factor:g}"
     return f"theta {rope.theta:g}{scaling}"
 

@@ -54,6 +54,8 @@ def parameters(drafter: PEagle) -> dict[str, Place]:
 
 
 class PEagleFamily(Eagle3Family):
+    """Define the family of P-EAGLE heads, which draft a block of tokens in one forward with EAGLE-3's first layer."""
+
     objective = "parallel"
     title = noun = "P-EAGLE"
     drafter = PEagle
@@ -137,14 +139,17 @@ def ascending(meaning: PEagleMeaning, tensors: Tensors) -> tuple[Any, Tensors]:
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether the tensors are those of a P-EAGLE head, except in the layout of the speculators library."""
     return MASK in tensors and "fc.weight" in tensors and speculators.kind_of(config) is None
 
 
 def recognise_own(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is a P-EAGLE head with our field `taps`."""
     return recognise(config, tensors) and "taps" in config
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
+    """Read a P-EAGLE head. Raise ValueError if the config lacks `mask_token_id`."""
     tensors = from_file(tensors)
     meaning, tensors = eagle3_layout.read(config, tensors, name)
     return completed(meaning, tensors, config.get("mask_token_id"), config.get("block_size"), name), tensors
@@ -157,6 +162,7 @@ def from_file(tensors: Tensors) -> Tensors:
 
 
 def to_file(tensors: Tensors) -> Tensors:
+    """Return the tensors under the names and shapes of a file, the reverse of `from_file`."""
     return speculators.renamed(tensors, "midlayer.", "layers.0.") | {MASK: tensors[MASK].view(1, 1, -1)}
 
 
@@ -175,12 +181,14 @@ def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block:
 
 
 def write(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write a P-EAGLE head with its taps in ascending order, in the fields of published configs."""
     return write_own(*ascending(meaning, tensors), target, eagle3_layout.write)
 
 
 def write_own(
     meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None, as_eagle3: Callable = eagle3_layout.write_own
 ) -> tuple[dict, Tensors]:
+    """Write a P-EAGLE head with our field `taps`, or with the EAGLE-3 fields that `as_eagle3` writes."""
     config, tensors = as_eagle3(meaning, tensors, target)
     config |= {
         "architectures": ["PEagleDraftModel"],
@@ -192,6 +200,7 @@ def write_own(
 
 
 def doubts(config: dict) -> list[str]:
+    """Return warnings about config fields that vLLM or SGLang read differently, and about a missing block size."""
     out = eagle3_layout.doubts(config)
     if "block_size" not in config:
         out.append(f"how many tokens it has learnt to draft is not stated: {BLOCK} are taken")
@@ -199,10 +208,12 @@ def doubts(config: dict) -> list[str]:
 
 
 def recognise_speculators(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is a P-EAGLE head in the layout of the speculators library."""
     return speculators.kind_of(config) == "peagle" and MASK in tensors
 
 
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
+    """Read a P-EAGLE head in the layout of the speculators library."""
     shared = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
     meaning, first = speculators.read(config, shared, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
@@ -211,6 +222,7 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleM
 
 
 def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write the layout of the speculators library. Raise ValueError for q, k, v biases in more than one layer."""
     if meaning.forward.qkv_bias and meaning.layers > 1:
         raise ValueError("this layout has no biases of q, k and v (train with drafter.qkv_bias=false)")
     meaning, tensors = ascending(meaning, tensors)

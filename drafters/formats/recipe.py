@@ -82,8 +82,10 @@ class RecipeFamily(Family):
 
 
 def _creator(named: str, name: str) -> Callable:
-    """The function that a recipe names. name: of the checkpoint. Raises ValueError for code that the user has neither
-    installed nor passed: a checkpoint must not choose what code runs.
+    """Return the function that a recipe names, of the checkpoint `name`.
+
+    Raises:
+        ValueError: The user has neither installed nor passed the code. A checkpoint must not choose which code runs.
     """
     # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
     module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")
@@ -109,14 +111,17 @@ def _creator(named: str, name: str) -> Callable:
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether the config has a recipe."""
     return isinstance(config.get("recipe"), dict)
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[RecipeMeaning, Tensors]:
+    """Return the config as the meaning, and the tensors unchanged."""
     return RecipeMeaning(config), tensors
 
 
 def write(meaning: RecipeMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Return the config with the recipe, and the tensors unchanged."""
     return meaning.config, tensors
 
 

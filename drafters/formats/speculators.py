@@ -24,6 +24,7 @@ SPECULATIVE_TOKENS = 3  # a default for the server, which users override; the li
 
 
 def kind_of(config: dict) -> str | None:
+    """Return the drafter's kind in the speculators library, or None for other configs."""
     return config.get("speculators_model_type")
 
 
@@ -62,6 +63,7 @@ def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | 
 
 
 def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
+    """Return the tensors with the prefix `old` replaced by `new`."""
     return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
 
 
@@ -69,10 +71,12 @@ def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is an EAGLE-3 head in the layout of the speculators library."""
     return kind_of(config) == "eagle3" and any(name.startswith("layers.0.") for name in tensors)
 
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    """Read an EAGLE-3 head of the speculators library. Raise ValueError for more than one layer."""
     if "layers.1.self_attn.q_proj.weight" in tensors:
         raise ValueError(f"{name}: the drafter has more than one layer, which is not supported for EAGLE-3")
     layer = nested_config(config, name)
@@ -88,6 +92,7 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tens
 
 
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write an EAGLE-3 head. Raise ValueError if it reads the hidden state after the final norm."""
     if target is not None and target.layers in (meaning.taps or ()):
         raise ValueError(
             f"the drafter reads hidden state {target.layers}, after the final norm, for which this layout has no name "

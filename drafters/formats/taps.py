@@ -49,8 +49,9 @@ def search_taps(score: Score, states: int, count: int, also: Iterable[Taps] = ()
 
 
 def grid(states: int, count: int) -> list[int]:
-    """The hidden states among which all combinations are tried: all, or as many as the search can afford, evenly
-    spread from the first to the last.
+    """Return the hidden states of which all combinations are tried.
+
+    These are all hidden states, or as many as the search can afford, evenly spread from the first to the last.
     """
     size = states
     while comb(size, count) > MANY:

@@ -32,6 +32,11 @@ SHARED_HEAD = "lm_heads.0.weight"
 
 
 def write_eagle3(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write an EAGLE-3 head for vLLM, with an embedding, and with norms if it reads the state after the final norm.
+
+    Raises:
+        ValueError: There is no target, or the head reads the state after the final norm and has no norm for each tap.
+    """
     target = needed(target)
     if not meaning.own_embedding:
         tensors = tensors | {EMBEDDING: target.part("embedding").to(tensors["fc.weight"].dtype)}
@@ -49,10 +54,12 @@ def write_eagle3(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts |
 
 
 def recognise_eagle3(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint is an EAGLE-3 head that was exported for vLLM with the target's final norm."""
     return FINAL_NORM.items() <= config.items() and speculators.recognise(config, tensors)
 
 
 def read_eagle3(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    """Read an EAGLE-3 head that was exported for vLLM, without the norm that the export added."""
     tensors = {key: tensor for key, tensor in tensors.items() if key != INPUT_NORM}
     return speculators.read(config | {"norm_before_fc": False}, tensors, name)
 
@@ -61,6 +68,7 @@ def read_eagle3(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meanin
 
 
 def write_eagle(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write an EAGLE-1/2 head for vLLM, which has no bias in `fc`: the bias moves into an own embedding."""
     check_all_tokens(tensors, "EAGLE-1/2", "this one")
     tensors = dict(tensors)
     if meaning.fc_bias:
@@ -96,6 +104,7 @@ def check_all_tokens(tensors: Tensors, kind: str, this: str) -> None:
 
 
 def write_medusa(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write Medusa heads for vLLM, with a copy of the target's head if they share it."""
     target, shape = needed(target), meaning.shape
     check_all_tokens(tensors, "Medusa", "these")
     config, tensors = medusa.write(meaning, tensors, target)
@@ -108,10 +117,12 @@ def write_medusa(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts |
 
 
 def recognise_medusa(config: dict, tensors: Tensors) -> bool:
+    """Return whether a checkpoint holds Medusa heads that were exported for vLLM."""
     return "medusa_fc_bias" in config and medusa.recognise(config, tensors)
 
 
 def read_medusa(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeaning, Tensors]:
+    """Read Medusa heads that were exported for vLLM. Raise ValueError for heads without biases."""
     if not config["medusa_fc_bias"]:
         raise ValueError(f"{name}: medusa_fc_bias is false, and Medusa heads without biases are not supported")
     return medusa.read(config, {key: tensor for key, tensor in tensors.items() if key != SHARED_HEAD}, name)

@@ -41,6 +41,7 @@ class Batches:
     def __init__(
         self, samples: list[Sample], batch_tokens: int, seed: int, pack: int | None = None, lookahead: int = 0
     ):
+        """Store the samples. Raise ValueError if there are none, or if `pack` is too small or too large."""
         if not samples:
             raise ValueError("the data hold no conversation in which the assistant speaks")
         if pack is not None and not 1 <= pack <= batch_tokens:
@@ -107,6 +108,7 @@ class Batches:
         return rows, (len(rows), max(sum(len(self.samples[i].ids) for i in row) for row in rows))
 
     def collate(self, indices: list[int]) -> Batch:
+        """Return the samples at `indices` as one batch, padded on the right."""
         rows, shape = self.layout(indices)
         tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
         documents, weights = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)

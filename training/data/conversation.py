@@ -23,6 +23,7 @@ class Conversation(list[Message]):
     """
 
     def __init__(self, messages: Iterable[Message], tools: list | None = None):
+        """Copy the messages, and store the tools that the conversation offers."""
         super().__init__(messages)
         self.tools = tools
 

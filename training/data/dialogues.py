@@ -26,10 +26,12 @@ class Answer:
     reason: str  # stop or length
 
     def fields(self) -> dict:
+        """Return the fields of an answer in a row of the file: `tokens`, if known, and `finish_reason`."""
         return ({"tokens": self.tokens} if self.tokens else {}) | {"finish_reason": self.reason}
 
 
 def encode(target: LanguageModel, messages: Conversation, day: str | None = None) -> list[int]:
+    """Return the token ids of a plain text, or of a conversation in the target's chat template."""
     if messages[0]["role"] == "text":
         return target.tokenizer(messages[0]["content"])["input_ids"]
     return encode_chat(target, messages, messages.tools, day)
@@ -39,6 +41,7 @@ class Dialogues:
     """Conversations with the target, a turn at a time: prompts in, rows of the file out."""
 
     def __init__(self, target: LanguageModel, prompts: list[Prompt], day: str | None):
+        """Start a conversation for each prompt; `day` is the date that chat templates write."""
         self.target, self.prompts, self.day = target, prompts, day
         self.longest = target.config.context // 2
         self.talks = [Conversation(prompt.messages, prompt.messages.tools) for prompt in prompts]
@@ -62,6 +65,7 @@ class Dialogues:
                     self.going.append(i)
 
     def rows(self) -> list[dict]:
+        """Return the rows of the output file, one for each prompt."""
         return [self._row(*row) for row in zip(self.prompts, self.talks, self.last, strict=True)]
 
     def _row(self, prompt: Prompt, talk: Conversation, last: Answer | None) -> dict:

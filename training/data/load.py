@@ -28,10 +28,12 @@ class Tally:
     first_bad: str | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless `bad` is 'error' or 'skip'."""
         if self.bad not in ("error", "skip"):
             raise ValueError(f"bad must be 'error' or 'skip', got {self.bad!r}")
 
     def count(self, what: str, number: int = 1) -> None:
+        """Add `number` to the count of `what`."""
         if number:
             self.counts[what] = self.counts.get(what, 0) + number
 
@@ -55,8 +57,10 @@ class Tally:
 
 
 def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterator[tuple[str, Conversation]]:
-    """Yields the place of each good record, and its messages. Raises ValueError at the first conversation if the
-    tokenizer cannot render any.
+    """Yield the place of each good record, and its messages.
+
+    Raises:
+        ValueError: The tokenizer cannot render conversations. Raised at the first conversation.
     """
     checked = False
     for record in records:
@@ -80,10 +84,18 @@ def read_samples(
     tally: Tally,
     day: str | None = None,
 ) -> Iterator[Sample]:
-    """The samples of the records, of at most max_length tokens each; too_long: 'cut' or 'drop'. day: what a chat
-    template writes as today's date.
+    """Yield the samples of the records.
 
-    Raises ValueError if the tokenizer does not belong to the target.
+    Args:
+        records: Records to render and tokenise.
+        target: The target, whose tokenizer and chat template are used.
+        max_length: Most tokens of a sample.
+        too_long: Treatment of longer samples, 'cut' or 'drop'.
+        tally: Counts of the samples that were left out or cut.
+        day: Date that a chat template writes as today's.
+
+    Raises:
+        ValueError: The tokenizer does not belong to the target.
     """
     if too_long not in ("cut", "drop"):
         raise ValueError(f"too_long must be 'cut' or 'drop', got {too_long!r}")
@@ -173,8 +185,9 @@ def load_samples(config: DictConfig, target: LanguageModel) -> list[Sample]:
 
 
 def hold_out(samples: list[Sample], heldout: float) -> tuple[list[Sample], list[Sample]]:
-    """(training, held-out) samples; the last `heldout` are held out: so many, or a share below 1, of which at least one
-    and at most `MOST` are taken.
+    """Split the samples into training samples and held-out samples, which are the last ones.
+
+    `heldout` is a number of samples, or a share below 1. A share holds out at least one sample and at most `MOST`.
     """
     if not 0 <= heldout < float("inf"):
         raise ValueError(f"data.heldout must be a number of conversations or a share below 1, got {heldout}")

@@ -108,8 +108,9 @@ class _Chat:
         return template if self.day is None else dated(template, self.day)
 
     def _spans(self, i: int) -> list[Span]:
-        """Return the places of answer i in the text of the messages up to it. What a turn begins with belongs to it as
-        far as the prompt of an answer does not hold it already.
+        """Return the places of answer i in the text of the messages up to it.
+
+        The opening of a turn belongs to the answer as far as the prompt of an answer does not include it.
         """
         after = self.text(i + 1)
         base = _alike(self.text(i), after)
@@ -198,8 +199,10 @@ class _Chat:
 
 
 def _belongs(text: str, place: Span, span: Span) -> bool:
-    """Whether a token is in a span. A token at its border is if only spaces of it are outside: the first word after a
-    prompt that ends with a space.
+    """Return whether a token belongs to a span.
+
+    A token across the span's border belongs to it if only spaces of the token are outside, for example the first word
+    after a prompt that ends with a space.
     """
     (start, end), (a, b) = place, span
     if a <= start and end <= b:

@@ -49,10 +49,19 @@ class Rollouts:
         processes: Processes | None = None,
         batches_a_step: int = 1,
     ):
-        """drafter: a `shell` of the one in training, because decoding leaves caches in a drafter.
-        batches_a_step: of all processes together.
+        """Set up decoding with a drafter that shares the settings of the one in training.
 
-        Raises ValueError if the drafter cannot draft such a tree, or no conversation has an answer to be continued.
+        Args:
+            target: The target.
+            drafter: A `shell` of the drafter in training, because decoding leaves caches in a drafter.
+            data: The batches of the data set.
+            settings: Settings of the rollouts.
+            seed: Seed of the run.
+            processes: The processes of the run; None for one process.
+            batches_a_step: Number of batches in a step, of all processes together.
+
+        Raises:
+            ValueError: The drafter cannot draft such a tree, or no conversation has an answer that can be continued.
         """
         self.data, self.settings, self.seed, self.processes = data, settings, seed, processes or Processes()
         self.drafter = drafter.to(target.device, target.dtype).eval()
@@ -94,8 +103,10 @@ class Rollouts:
         return {"tau": tau([row.trace for row in rows]), "new_tokens": new, "rejected": rejected / new}
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
-        """All batches but the first `skip`. A rollout's are spread evenly among the others, by its share. Which of its
-        batches comes depends on the batch's number alone.
+        """Yield all batches except the first `skip`.
+
+        Batches of a rollout are spread evenly among the others, according to `share`. The batch's number alone
+        determines which batch of the rollout is yielded.
         """
         number, data = skip, self.data.iterate(skip - self._before(skip))
         while True:
@@ -114,8 +125,9 @@ class Rollouts:
         return int(max(number - self.first, 0) * self.settings.share)
 
     def _prompts(self, step: int) -> list[list[int]]:
-        """The texts before random answers, each answer at most once; of a plain text a beginning of random
-        length. Sorted by length, so that prompts decoded together are of similar lengths.
+        """Return the texts before random answers, each answer at most once, sorted by length.
+
+        Of a plain text, a prefix of random length is taken. Sorting puts prompts of similar lengths into one batch.
         """
         rng, prompts = np.random.default_rng([self.seed, step]), []
         for place in rng.permutation(len(self.answers))[: self.settings.prompts]:
@@ -131,8 +143,10 @@ class Rollouts:
         return self.engine.generate(prompts, max_new_tokens=new, sampling=self.sampling, seed=seeds).rows
 
     def _rejected(self, row: Sequence) -> list[int]:
-        """Which of a row's tokens the target put in the place of a draft: the last token of each round that accepted
-        fewer than the tree has levels, unless the text ended before it.
+        """Return the places of a row's tokens with which the target replaced a draft.
+
+        These are the last tokens of the rounds that accepted fewer tokens than the tree has levels, unless the text
+        ended there.
         """
         places, end = [], 1  # the first token is the prefill's
         for accepted, emitted in zip(row.trace.accepted, row.trace.emitted, strict=True):
@@ -149,8 +163,9 @@ class Rollouts:
         return Sample(ids[cut], (np.arange(len(ids)) >= len(row.prompt))[cut], weights[cut])
 
     def _use(self, samples: list[Sample]) -> None:
-        """Make the batches from now on of these samples: as few as they fit into, and of similar sizes, so that every
-        step is about as large as any other.
+        """Make the following batches from these samples.
+
+        The batches are as few as possible and of similar sizes, so that all steps have about the same size.
         """
         data = self.data
         batches = partial(Batches, samples, seed=data.seed, pack=data.pack, lookahead=data.lookahead)
@@ -161,10 +176,12 @@ class Rollouts:
         self.samples, self.batches = samples, [chosen.collate(indices) for indices in chosen.epoch(0)]
 
     def state_dict(self) -> list[list[Tensor]]:
+        """Return the samples in use as tensors, for a checkpoint."""
         parts = ((s.ids, s.mask, s.weights) for s in self.samples)
         return [[torch.from_numpy(part) for part in sample if part is not None] for sample in parts]
 
     def load_state_dict(self, state: list[list[Tensor]]) -> None:
+        """Use the samples of a checkpoint."""
         self._use([Sample(ids.numpy(), mask.numpy(), weights.numpy()) for ids, mask, weights in state])
 
 

@@ -59,6 +59,7 @@ class Shards:
         self.settings = {"rows": rows, "shard_size": size} | settings
 
     def __enter__(self) -> "Shards":
+        """Check the settings, and open the first incomplete file of this run."""
         try:
             self.out.parent.mkdir(parents=True, exist_ok=True)
             with only_writer(self.record, wait=True):  # others may write other files at the same time
@@ -76,11 +77,13 @@ class Shards:
         return self
 
     def __exit__(self, *_) -> None:
+        """Close the open file."""
         if self.file is not None:
             with suppress(OSError):  # `write` has flushed, or raised: closing would try again what did not fit
                 self.file.close()
 
     def path(self, shard: int) -> Path:
+        """Return the path of a complete file by its number."""
         if self.count == 1:
             return self.out
         return self.out.with_name(f"{self.out.stem}-{shard:05d}-of-{self.count:05d}{self.out.suffix}")

@@ -1,3 +1,5 @@
-"""What the target gives a drafter to learn from: computed while training (`online`), or read from a cache on disk
-(`feature_cache`), which `signature` holds to the target, tokenizer and data that made it.
+"""Target features that a drafter is trained on.
+
+They are computed during training (`online`), or read from a cache on disk (`feature_cache`). `signature` identifies the
+target, tokenizer and data that made a cache.
 """

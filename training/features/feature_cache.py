@@ -49,14 +49,16 @@ class Form:
     layers: int  # of the target; its head reads hidden state number `layers`
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an unknown `store` or a `keep` below 1."""
         if self.store not in STORES:
             raise ValueError(f"store must be one of {', '.join(STORES)}, got {self.store!r}")
         if self.keep is not None and self.keep < 1:
             raise ValueError(f"keep must be 'all' or at least 1, got {self.keep}")
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
-        """For each tensor of a shard: the unit of its rows, the row's shape, and the dtype. Rows are for each sample,
-        for each token, or for each position that may be trained on.
+        """Return for each tensor of a shard the unit of its rows, the row's shape, and the dtype.
+
+        A tensor has one row for each sample, for each token, or for each position that may be trained on.
         """
         columns_kept = {
             "lengths": ("sample", (), torch.int32),
@@ -140,8 +142,9 @@ def describe(
 
 
 def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
-    """Raise ValueError, naming both values, unless `made` has all that `now` has. Of the target only the signature is
-    compared, not the folder in its name: folders move.
+    """Raise ValueError, naming both values, unless `made` has all values of `now`.
+
+    Of the target only the signature is compared, because its folder may have moved.
     """
     for what, value in now.items():
         same = made.get(what) == value
@@ -152,6 +155,7 @@ def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
 
 
 def shard_path(folder: Path, number: int, count: int) -> Path:
+    """Return the path of shard `number` of `count`."""
     return folder / f"features-{number:05d}-of-{count:05d}.safetensors"
 
 
@@ -197,8 +201,10 @@ class FeatureCache:
         return dict(zip(self.manifest["taps"], self.manifest.get("sizes", ()), strict=False))
 
     def check(self, target, taps: tuple[int, ...], vocab, samples: list[Sample]) -> None:
-        """Raise ValueError, one sentence with both values, unless target, tokenizer, taps and data are those that made
-        this cache. The draft vocabulary must be too if the cache stores its most likely tokens.
+        """Raise ValueError unless target, tokenizer, taps and data are those that made this cache.
+
+        The draft vocabulary must be the same too if the cache stores its most likely tokens. The message names both
+        values.
         """
         now = describe(target, taps, vocab, samples, self.keep, self.manifest.get("source"))
         check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec train cache")
@@ -224,8 +230,9 @@ class FeatureCache:
         return arguments(batch, feats.flatten(2).to(device), logits)
 
     def _read(self, number: int, row: int, start: int, feats: Tensor, columns_kept: dict[str, Tensor]) -> None:
-        """Copy one sample's features into feats [B,T,count,H] and columns_kept [B,T,...], at `row` from column `start`
-        on.
+        """Copy one sample's features into feats [B,T,count,H] and columns_kept [B,T,...].
+
+        The sample is written to `row`, from column `start` on.
         """
         which, token, position = self.places[number]
         mask, shard = self.samples[number].mask, self.shards[which]
@@ -266,4 +273,5 @@ def open_shard(path: Path, manifest: dict):
 
 
 def manifest_signature(manifest: dict) -> str:
+    """Return a short hash of a cache's manifest."""
     return short(json.dumps(manifest, sort_keys=True))

@@ -19,11 +19,19 @@ Features = dict[str, Any]  # `teacher_logits` are `TeacherLogits`, the others te
 def online_features(
     target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager, deferred: bool | None = None
 ) -> Features:
-    """Run the frozen target over a batch. Returns the keyword arguments of an objective: feats [B,T,F], tokens [B,T],
-    teacher_logits [B,T,V] and loss_mask [B,T], nothing shifted, and weights [B,T] if the batch has them.
+    """Run the frozen target over a batch, and return the keyword arguments of an objective.
 
-    deferred: compute logits only where the objective reads them, so that [B,T,V] never exists. By default this is done
-    for our own `Target`, and not for transformers' modules, which cannot be run without their head.
+    Args:
+        target: The target.
+        batch: The batch.
+        taps: Indices of the hidden states that the drafter reads.
+        autocast: Context in which the target runs.
+        deferred: Compute logits only where the objective reads them, so that [B,T,V] is never in memory. By default
+            True for our own `Target`, and False for transformers' modules, which cannot run without their head.
+
+    Returns:
+        feats [B,T,F], tokens [B,T], teacher_logits [B,T,V] and loss_mask [B,T], not shifted, and weights [B,T] if the
+            batch has them.
     """
     device = target.device
     tokens = batch.tokens.to(device)

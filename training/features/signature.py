@@ -22,10 +22,14 @@ def short(*parts: bytes | str) -> str:
 
 
 def target_signature(target, ends: bool = False) -> str:
-    """Of the config and of the weights in the precision in which they are loaded: names, shapes, the sum of all bits as
-    integers, and `PLACES` values of each tensor. Device and memory layout do not matter.
+    """Return a signature of a target's config and loaded weights, independent of device and memory layout.
 
-    ends: of the weights only those outside of the layers.
+    It covers the names and shapes, the sum of all bits as integers, and `PLACES` values of each tensor, in the loaded
+    dtype.
+
+    Args:
+        target: The target.
+        ends: Cover only the weights outside of the layers.
     """
     parts: list[str | bytes] = [repr(target.config)]
     for name, weight in sorted(target.named_parameters()):

@@ -1,5 +1,6 @@
-"""Features from the hidden states that vLLM writes, one file for each text: by `training.vllm_side`, or by vLLM's own
-`ExampleHiddenStatesConnector`.
+"""Read features from the hidden states that vLLM writes, one file for each text.
+
+The files are written by `training.vllm_side`, or by vLLM's own `ExampleHiddenStatesConnector`.
 
 vLLM's state i is the input of layer i, and so is hidden state i of transformers. Only the last one differs: vLLM's is
 the output of the last layer, and transformers' has passed the final norm, which is done here.
@@ -127,10 +128,12 @@ class VllmStates:
         return file
 
     def take(self, samples: list[Sample], server: Remote | None = None, requests: int = 8) -> None:
-        """Serve these samples, numbered in their order. Those without a file are requested from the server, whose
-        connector writes into this folder.
+        """Serve these samples, numbered in their order.
 
-        Raises ValueError for samples that have none in the end, and if the states are not those of this target.
+        Samples without a file are requested from the server, whose connector writes into this folder.
+
+        Raises:
+            ValueError: A sample has no file in the end, or the states are not those of this target.
         """
         missing = [sample for sample in samples if self.find(sample.ids) is None]
         every = every_token(self.target.vocab).numpy()
@@ -173,8 +176,10 @@ class VllmStates:
 
     @torch.no_grad()
     def _check_next(self, files: Iterable[StateFile]) -> None:
-        """Raise ValueError unless the head finds the tokens that vLLM chose likely: it does not if the files are of
-        another target, or their last state is not the last layer's. Files without a next token are skipped.
+        """Raise ValueError unless the head finds the tokens likely that vLLM chose.
+
+        It does not if the files are of another target, or if their last state is not the last layer's. Files without a
+        next token are skipped.
         """
         labelled = [file for file in files if file.next_token is not None]
         wrong = [file for file in labelled[:32] if file.next_token not in self._likely(file)]
@@ -189,8 +194,9 @@ class VllmStates:
         return cast(Target, self.target).logits(last.to(self.target.device)).float().topk(LIKELIEST).indices[0].tolist()
 
     def sizes(self, taps: tuple[int, ...]) -> dict[int, float]:
-        """Tap -> the root mean square of its states, to the nearest power of two: over `every_token` where the folder
-        has it, else over some of the samples.
+        """Return for each tap the root mean square of its states, to the nearest power of two.
+
+        The mean is over `every_token` if the folder has it, or else over some of the samples.
         """
         every = self.find(every_token(self.target.vocab).numpy())
         files = [every] if every else [self.file_of(sample.ids) for sample in self.samples[:32]]

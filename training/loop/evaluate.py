@@ -105,8 +105,11 @@ class Decoding:
         return measured_tau(recording.replay(Chain(recording.steps)).rows)
 
     def keep_acceptance(self, folder: Path, write: bool = True) -> None:
-        """Write how often the drafter in `folder` is right, for `specdec generate --tree auto`. write: False for a
-        process that only has its share of the target to give.
+        """Measure the acceptance of the drafter in `folder`, and write it there for `specdec generate --tree auto`.
+
+        Args:
+            folder: Folder of the drafter.
+            write: False for a process that only computes its share of the target.
         """
         drafter = load_drafter(folder, self.target)
         found = tuple(self._record(drafter, DEPTH, t).along(min(WIDTH, drafter.vocab.size)) for t in TEMPERATURES)
@@ -131,9 +134,15 @@ def decoding_of(target, config: TrainerConfig, heldout: Batches | None, train: B
 
 
 def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list[list[int]]:
-    """The text before the first training token of each sample, once each, of at most `longest` tokens. Texts with which
-    a `known` sample also begins are left out: a drafter may have been trained on their answers. So are plain texts,
-    which are trained on from their first token.
+    """Return the text before the first training token of each sample, without duplicates.
+
+    Texts with which a `known` sample also begins are left out, because the drafter may have been trained on their
+    answers. So are plain texts, which are trained on from their first token.
+
+    Args:
+        samples: Samples to take the texts from.
+        known: Samples that the drafter may have been trained on.
+        longest: Most tokens of a text.
     """
 
     def beginning(sample: Sample) -> bytes:

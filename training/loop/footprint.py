@@ -20,8 +20,9 @@ SHARES = (2, 4, 8)  # numbers of processes that an estimate covers
 
 
 def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
-    """Bytes of each part of a step on a batch of this shape [B,T]; of several processes, those of one, with DDP or with
-    a target that they share.
+    """Return the bytes of each part of a step on a batch of this shape [B,T].
+
+    With several processes, whether DDP or a shared target, these are the bytes of one process.
     """
     target, drafter, config = trainer.target, trainer.drafter, trainer.config
     learning = [p for p in trainer.parameters.values() if p.requires_grad]
@@ -52,8 +53,10 @@ def stored(module: Any) -> int:
 
 
 def shared_target(target) -> dict[int, int]:
-    """Bytes of the target's weights in each of several processes that share it, by their number, where its heads can be
-    divided. {} for what transformers has no plan for, and for quantised weights.
+    """Return the bytes of the target's weights in each of several processes that share it.
+
+    The keys are the numbers of processes by which the heads can be divided. The result is {} for quantised weights, and
+    for targets for which transformers has no plan.
     """
     from transformers import AutoConfig
 
@@ -71,8 +74,10 @@ def shared_target(target) -> dict[int, int]:
 
 
 def spread_target(target) -> dict[str, int]:
-    """Bytes of the target's weights by device; {} if all are on one. 'elsewhere' are weights that a device_map has put
-    into memory or on disk, from which they are loaded for a layer's forward.
+    """Return the bytes of the target's weights by device, or {} if all are on one device.
+
+    'elsewhere' are weights that a device_map has put into host memory or on disk. They are loaded for a layer's
+    forward.
     """
     found: dict[str, int] = {}
     for parameter in target.parameters():
@@ -82,8 +87,9 @@ def spread_target(target) -> dict[str, int]:
 
 
 def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:
-    """Bytes that an objective's unroll over a batch [B,T] keeps for its backward pass, found by running it on tensors
-    without contents.
+    """Return the bytes that an objective's unroll over a batch [B,T] stores for its backward pass.
+
+    The unroll runs on tensors without contents.
     """
     tensors = list(itertools.chain(drafter.parameters(), drafter.buffers()))
     twin = copy.deepcopy(drafter, {id(t): t for t in tensors})  # its tables of positions become ones without contents

@@ -20,8 +20,13 @@ class RunLog:
         self.loggers: list[Any] = [LOGGERS[name](out, settings or {}) for name in loggers] if writes else []
 
     def write(self, split: str, when: dict[str, float], scalars: dict[str, float], values: dict[str, Tensor]) -> dict:
-        """Append a row, and return it. when: `step`, and other measures of progress; values: by name, one for
-        each step of the unroll.
+        """Append a row, and return it.
+
+        Args:
+            split: Name of the kind of row, for example 'train'.
+            when: `step`, and other measures of progress.
+            scalars: Numbers by name.
+            values: Tensors by name, with one value for each step of the unroll.
         """
         lists = {key: value.tolist() for key, value in values.items()}
         row = {"split": split} | when | scalars | {key: [round(v, 5) for v in each] for key, each in lists.items()}
@@ -34,8 +39,9 @@ class RunLog:
         return row
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows of later steps than a checkpoint's, which will come again. So will a rollout or a switch at its
-        very step.
+        """Drop the rows of steps after a checkpoint's `step`, which will be written again.
+
+        Rows of a rollout or a switch at the step itself are dropped too.
         """
         rows = read_log(self.path) if self.path.exists() else []
         rows = [row for row in rows if row["step"] < step + (row["split"] not in ("rollout", "switch"))]
@@ -64,12 +70,14 @@ class Wandb:
     """A run of wandb, from the first row on. WANDB_MODE=offline uploads nothing."""
 
     def __init__(self, out: Path, settings: Mapping):
+        """Prepare a Weights & Biases run, which begins with the first row."""
         import wandb
 
         self.begin = lambda: wandb.init(project="specdec", config=settings, dir=str(out))
         self.run: Any = None
 
     def log(self, row: dict[str, float], step: int) -> None:
+        """Send a row to Weights & Biases."""
         self.run = self.run or self.begin()
         self.run.log(row, step=step)
 
@@ -78,6 +86,7 @@ class TensorBoard:
     """Files of TensorBoard in the folder tensorboard/ of a run. A resumed run replaces the later steps."""
 
     def __init__(self, out: Path, settings: Mapping):
+        """Prepare a TensorBoard writer, which is opened with the first row."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.begin = lambda step: SummaryWriter(str(out / "tensorboard"), purge_step=step)
@@ -85,6 +94,7 @@ class TensorBoard:
         self.settings = settings
 
     def log(self, row: dict[str, float], step: int) -> None:
+        """Write a row, and with the first one the settings of the run."""
         if self.writer is None:
             self.writer = self.begin(step)
             self.writer.add_text("settings", f"```json\n{json.dumps(self.settings, indent=1, default=str)}\n```", step)

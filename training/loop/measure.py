@@ -50,9 +50,11 @@ class Clock:
     CLEAR = Path("/proc/self/clear_refs")
 
     def __init__(self, device: torch.device):
+        """Measure the GPU if `device` is one, or else this process."""
         self.cuda = device.type == "cuda"
 
     def seconds(self, work) -> float:
+        """Return the seconds that `work()` takes, including its work on the GPU."""
         start = time.perf_counter()
         work()
         if self.cuda:
@@ -60,12 +62,14 @@ class Clock:
         return time.perf_counter() - start
 
     def reset_peak(self) -> None:
+        """Restart the measurement of peak memory, if the system allows it."""
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         elif self.CLEAR.exists() and os.access(self.CLEAR, os.W_OK):
             self.CLEAR.write_text("5")
 
     def peak(self) -> int | None:
+        """Return the peak memory in bytes, or None if the system does not report it."""
         if self.cuda:
             return torch.cuda.max_memory_allocated()
         return process_memory("VmHWM")

@@ -70,8 +70,15 @@ class Optimizers:
         muon_lr: float | None = None,
         not_muon: tuple[str, ...] = ("head", "embed"),
     ):
-        """parameters: (name, parameter). muon_lr None: no Muon. A matrix whose name contains a word of `not_muon` is a
-        table of tokens, for which Muon is not meant.
+        """Divide the parameters between AdamW and, if `muon_lr` is given, Muon.
+
+        Args:
+            parameters: Pairs of name and parameter.
+            lr: Learning rate of AdamW.
+            betas: Betas of AdamW.
+            weight_decay: Weight decay.
+            muon_lr: Learning rate of Muon; None for no Muon.
+            not_muon: Words in the names of matrices that are tables of tokens, for which Muon is not suitable.
         """
         named = [(n, p) for n, p in parameters if p.requires_grad]
         muon = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in not_muon)]
@@ -84,8 +91,10 @@ class Optimizers:
         self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
 
     def step(self, scale: float, clip: float) -> float:
-        """Clip the gradient's norm to `clip` and step, with the learning rates times `scale`. Returns the norm before
-        clipping; if that is not finite nothing is stepped.
+        """Clip the gradient's norm to `clip`, and step with the learning rates times `scale`.
+
+        Returns:
+            The norm before clipping. If it is not finite, no parameter is changed.
         """
         norm = full(torch.nn.utils.clip_grad_norm_(self.parameters, clip)).item()
         if not math.isfinite(norm):

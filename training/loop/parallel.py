@@ -32,6 +32,7 @@ class Learner(nn.Module):
     """The objective over the drafter as one module, for DDP and FSDP to wrap."""
 
     def __init__(self, drafter: nn.Module, objective):
+        """Combine a drafter and its objective."""
         super().__init__()
         self.drafter, self.objective = drafter, objective
 
@@ -44,6 +45,7 @@ class Processes:
     """A process alone: number `rank` of `world`, and its device. What several do together it does at once."""
 
     def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu"):
+        """Store the number of this process, the number of all processes, and the device."""
         self.rank, self.world, self.device = rank, world, device
 
     @property
@@ -64,8 +66,11 @@ class Processes:
         return module
 
     def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
-        """Around forward and backward of one of several batches of a step: gradients are shared with the last one only.
-        module: what `wrap` gave.
+        """Return the context for forward and backward of one of several batches of a step.
+
+        Args:
+            module: The module that `wrap` returned.
+            last: Whether this is the step's last batch, with which gradients are shared.
         """
         return nullcontext()
 
@@ -86,6 +91,7 @@ class Together(Processes):
     """One of several processes, by way of accelerate."""
 
     def __init__(self, accelerator: "Accelerator", device: str):
+        """Take the process numbers from accelerate."""
         super().__init__(accelerator.process_index, accelerator.num_processes, device)
         self.accelerator = accelerator
 
@@ -127,12 +133,14 @@ class Together(Processes):
 
 
 class Replicas(Together):
-    """One of several processes that share one target and train the same drafter on the same batches. So `number` and
-    `count` are 0 and 1, for data loading. Gradients are averaged, too: the order of a GPU's sums is random, and
-    the drafters would drift apart.
+    """Represent one of several processes that share one target and train the same drafter on the same batches.
+
+    `rank` and `world` are 0 and 1 for data loading. Gradients are averaged too: the order of a GPU's sums is random,
+    and the drafters would drift apart.
     """
 
     def __init__(self, accelerator: "Accelerator", device: str):
+        """Set `rank` and `world` to those of a process alone, so that all processes load the same data."""
         super().__init__(accelerator, device)
         self.rank, self.world = 0, 1
 
@@ -161,10 +169,13 @@ class Replicas(Together):
 
 
 def join_processes(device: str, tp_plan: str | None = None) -> Processes:
-    """Meet the processes that a launcher started, over gloo on the CPU and nccl on GPUs, one GPU each; alone without
-    a launcher. With a tp_plan they share one target, and without one each has its own.
+    """Join the processes that a launcher started, or return a single process without a launcher.
 
-    Raises ValueError if the launcher asks for a way to train that is set elsewhere here, or not at all.
+    They communicate over gloo on the CPU, and over nccl on GPUs, with one GPU each. With a `tp_plan` they share one
+    target; otherwise each has its own.
+
+    Raises:
+        ValueError: The launcher asks for a way to train that is configured elsewhere here, or not supported.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return Processes(device=device)
@@ -188,14 +199,16 @@ def join_processes(device: str, tp_plan: str | None = None) -> Processes:
 
 @dataclass
 class Sums:
-    """Sums of several batches' values, each times the batch's number of counted positions, from which means over all
-    positions are made.
+    """Sum the values of several batches, weighted by each batch's number of counted positions.
+
+    The sums give the means over all positions.
     """
 
     total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, then the metrics, flat
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
     def add(self, weight: Tensor, loss: Tensor, mask: Tensor, stop: bool, metrics: dict[str, Tensor]) -> None:
+        """Add the loss [] and metrics of a batch, weighted by its number of counted positions `weight` []."""
         self.shapes = {name: value.shape for name, value in metrics.items()}
         counts = weight.new_tensor([stop, mask.numel(), mask.count_nonzero()])
         head = torch.cat([torch.stack([weight, loss.detach() * weight]), counts])
@@ -203,8 +216,11 @@ class Sums:
         self.total = flat if self.total is None else self.total + flat
 
     def means(self, processes: Processes) -> tuple[float, float, bool, tuple[int, int], dict[str, Tensor]]:
-        """Of all processes: counted positions, mean loss, whether any was asked to stop, (padded, learnt) tokens, and
-        mean metrics. Every process must call it.
+        """Return the means over all processes, each of which must call this.
+
+        Returns:
+            The number of counted positions, the mean loss, whether any process was asked to stop, the numbers of padded
+                and of training tokens, and the mean metrics.
         """
         if self.total is None:
             raise ValueError("there is nothing to take the mean of")

@@ -10,6 +10,7 @@ class Progress(tqdm):
     """A bar that also measures the speed of the steps, without what is between them."""
 
     def __init__(self, steps: int, step: int, quiet: bool):
+        """Show the progress of a run of `steps` steps from `step` on, unless `quiet`."""
         super().__init__(total=steps, initial=step, desc="drafter", mininterval=1.0, disable=quiet)
         self.tokens, self.seconds = 0, 0.0  # since the speed was logged last
 

@@ -54,6 +54,7 @@ class TrainerConfig:
     logger: str | list | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings out of range or in conflict."""
         check_ranges(self, "trainer")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("trainer.steps and trainer.epochs both say how long to train: set one of them to null")
@@ -115,4 +116,5 @@ class OnPolicy:
     num_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError for settings out of range."""
         check_ranges(self, "data.on_policy")

@@ -37,7 +37,8 @@ class Trainer:
     The folder has checkpoints/ to resume from, draft/ and best/ in the published layout, log.jsonl and curves.png. A
     step takes `accumulate` batches in each of `processes`. Its gradient is that of the mean loss over all positions
     that count in these batches. Random draws for a batch depend only on the seed and its number, so resuming and the
-    number of processes do not change them.
+    number of processes do not change them. `run_config` goes to the loggers. `features` is `online_features`, or a
+    function that returns the same from another source.
     """
 
     def __init__(
@@ -55,9 +56,7 @@ class Trainer:
         features: Callable[..., Features] = online_features,
         data_signature: str | None = None,
     ):
-        """run_config: for loggers. features: `online_features`, or a function that gives the same from elsewhere.
-        data_signature: of the training data; a checkpoint of other data is refused. None: it is not checked.
-        """
+        """Set up the run. A checkpoint of other data than `data_signature` is refused, unless that is None."""
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
         self.train_data: Batches | Rollouts = train

@@ -11,8 +11,9 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 def is_shard(value: Any) -> bool:
-    """Whether a process holds a part of this tensor only (DTensor). A process that shards has imported torch's module
-    for it; others need not, as that takes a second.
+    """Return whether a process holds only a part of this tensor (DTensor).
+
+    A process that shards has already imported torch's module for it. The others avoid the import, which takes a second.
     """
     tensor = sys.modules.get("torch.distributed.tensor")
     return tensor is not None and isinstance(value, tensor.DTensor)

@@ -65,8 +65,9 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
 
 def draw_visible(base: float, anchors: Tensor, rows: int) -> Tensor:
-    """Draw how many tokens the block after each anchor [B,A] sees, including the anchor: 2 to rows - 1 of a block of
-    `rows` rows, n with a probability in proportion to base^n (VP-Drafter, arXiv 2606.04446).
+    """Draw how many tokens the block after each anchor [B,A] sees, including the anchor (VP-Drafter, arXiv 2606.04446).
+
+    The number n is 2 to rows - 1 in a block of `rows` rows, with a probability proportional to base^n.
     """
     least = min(2, rows - 1)
     odds = base ** torch.arange(least, max(rows, least + 1), device=anchors.device, dtype=torch.float32)

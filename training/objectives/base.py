@@ -60,6 +60,7 @@ class Objective:
         noise: float = 0.0,
         noise_length: int | None = None,
     ):
+        """Check the settings, and read the terms of both parts of the run."""
         if steps < 1:
             raise ValueError(f"objective.steps must be at least 1, got {steps}")
         if mean not in ("masked", "all"):
@@ -74,6 +75,7 @@ class Objective:
 
     @property
     def steps(self) -> int:
+        """Return the number of unrolled steps."""
         return len(self.step_weights)
 
     @property

@@ -1,5 +1,6 @@
-"""The objective of drafters that guess a block at once: DFlash, DSpark, JetSpec (arXiv 2602.06036, 2607.05147,
-2606.18394).
+"""Objective of drafters that draft a block at once: DFlash, DSpark, JetSpec.
+
+The papers are arXiv 2602.06036, 2607.05147 and 2606.18394.
 """
 
 from collections.abc import Iterator, Mapping
@@ -62,6 +63,7 @@ class BlockObjective(Objective):
         missing: str = "leave",
         **settings,
     ):
+        """Check the settings; `settings` are those of `Objective`."""
         super().__init__(terms or {"tokens": 1.0}, steps=1, decay=1.0, known_only=False, **settings)
         one_of(
             where=(where, WHERE),
@@ -126,8 +128,10 @@ class BlockObjective(Objective):
         return loss, metrics
 
     def _heads(self, drafter, blocks: Blocks, slots: Tensor, reads: Tensor, judge: "_Slots", texts: int) -> Iterator:
-        """The losses of the confidence head and the selector, in addition to the terms, each with its metric's name
-        and the loss by slot. slots [n,W,H], reads [n,W,R]: of the blocks that count.
+        """Yield the losses of the confidence head and the selector, in addition to the terms.
+
+        Each comes with its metric's name and the loss by slot. slots [n,W,H] and reads [n,W,R] are of the blocks that
+        count.
         """
         counted = judge.weights.sum(0).clamp(min=1e-6)
         if blocks.confidence is not None:

@@ -45,10 +45,10 @@ def sample(
 
 
 def by_anchor(drawn: Tensor, documents: Tensor, earliest: int) -> Tensor:
-    """[B,T+1,depths] bool, at [b,p+1,d]: the drawn rows [B,T,depths] by their anchor p, which is -1 for a chain with
-    nothing before it.
+    """Return the drawn rows by their anchor, bool [B,T+1,depths], where [b,p+1,d] is the row of anchor p.
 
-    Rows that leave the anchor's document [B,T] are left out, and those of anchors before place `earliest` of theirs.
+    The anchor p of a chain with nothing before it is -1. Rows that leave the anchor's document [B,T] are left out, and
+    so are those of anchors before place `earliest` of their document.
     """
     b, t, depths = drawn.shape
     anchors = torch.arange(-1, t, device=documents.device).clamp(min=0)

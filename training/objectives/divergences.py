@@ -84,8 +84,9 @@ def tokens(student: Student, teacher: Teacher) -> Value:
 
 @term
 def top_k(student: Student, teacher: Teacher, k: int = 10) -> Value:
-    """-sum p log q over p's k most likely tokens; neither p nor q is renormalised over them (HASS, arXiv 2408.15766,
-    section 3.1; `train/main_hass.py`).
+    """Return -sum p log q over p's k most likely tokens (HASS, arXiv 2408.15766, section 3.1; `train/main_hass.py`).
+
+    Neither p nor q is renormalised over these tokens.
     """
     p, ids = teacher.top(k)
     slope = p.new_zeros(len(p), student.logits.shape[-1]).scatter_(1, ids, -p)

@@ -32,6 +32,7 @@ class EagleObjective(Objective):
         noise_length: int | None = 512,
         **settings,
     ):
+        """Set the weight of the feature loss; the other arguments are those of `Objective`."""
         terms = {"ce": 0.1} if terms is None else terms
         super().__init__(terms, steps=steps, decay=decay, noise=noise, noise_length=noise_length, **settings)
         self.feature = feature

@@ -14,4 +14,5 @@ class Eagle3Objective(Objective):
     """
 
     def __init__(self, steps: int = 7, decay: float = 0.8, terms: Mapping[str, Weight] | None = None, **settings):
+        """Set EAGLE-3's defaults; `settings` are the further arguments of `Objective`."""
         super().__init__(terms or {"ce": 1.0}, steps=steps, decay=decay, **settings)

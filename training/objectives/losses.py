@@ -25,6 +25,7 @@ Head = Callable[[Tensor | None], Callable[[Tensor], Tensor]]
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
+    """Return the tensor in fp32, or in its own dtype if that is more precise."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -62,11 +63,10 @@ class Judge(Protocol):
         """What all steps share in these rows: the teacher's distribution, for example."""
 
     def judge(self, steps: list[int], rows: slice, teacher, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss [] of logits [n,J,U] of J steps, which it may overwrite, with slope [n,J,U] and scale [n,J,1]. Their
-        product is the gradient by the logits.
+        """Return the loss [] of logits [n,J,U] of J steps, with slope [n,J,U] and scale [n,J,1].
 
-        The scale is apart because it is cheaper to multiply into the narrower matrices that the slope is multiplied
-        with.
+        The logits may be overwritten. The product of slope and scale is the gradient by the logits. The scale is
+        separate because it is cheaper to multiply into the narrower matrices by which the slope is multiplied.
         """
 
 

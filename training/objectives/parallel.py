@@ -56,6 +56,7 @@ class ParallelObjective(Objective):
         drop: float = 0.0,
         **settings,
     ):
+        """Check the settings; `settings` are those of `Objective`."""
         super().__init__(terms or {"kl": 1.0}, steps=1, decay=1.0, **settings)
         one_of(pool=(pool, POOLS), counts=(counts, COUNTS), weights=(weights, WEIGHTS))
         for name, value in (("kept", kept), ("kept_min", kept_min), ("drop", drop)):
@@ -144,8 +145,10 @@ def sampled(drawn: Tensor) -> Sampled:
 
 
 def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For 1, 2, ... columns back from the n rows: rows and columns of the texts [n], and whether a mask token of the
-    chain replaces the token that the target predicts there [n].
+    """Return for 1, 2, ... columns before the n rows three tensors [n].
+
+    They are the row and the column in the texts, and whether a mask token of the chain replaces the token that the
+    target predicts there.
     """
     at = [rows.column - back for back in range(1, max(rows.lengths))]
     return [(rows.row, x.clamp(min=0), (rows.depth >= back) & (x >= 0)) for back, x in enumerate(at, start=1)]

@@ -1,6 +1,4 @@
-"""The loss of a selector (DFlash2): cross-entropy over the candidates of each slot, with the text's own token before
-it.
-"""
+"""Loss of a selector (DFlash2): cross-entropy over the candidates of each slot, after the text's own previous token."""
 
 import torch
 import torch.nn.functional as F
@@ -45,8 +43,15 @@ class Candidates:
         return (self.place >= 0).float()
 
     def losses(self, base: Tensor, low: Tensor, head: Tensor, selector: Tensor) -> Tensor:
-        """[n,W] cross-entropy of slots, 0 where it is not known: base [n,W,H] and low [n,W,R] are what the backbone's
-        head [U,H] and the selector's [U,R] read. Some blocks at a time, and once more for gradients.
+        """Return the cross-entropy [n,W] of slots, 0 where it is not known.
+
+        Some blocks are computed at a time, and again for the gradients.
+
+        Args:
+            base: States [n,W,H] that the backbone's head reads.
+            low: States [n,W,R] that the selector's head reads.
+            head: The backbone's head [U,H].
+            selector: The selector's head [U,R].
         """
 
         def of(rows: slice) -> Tensor:

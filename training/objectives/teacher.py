@@ -31,7 +31,7 @@ class Student:
 
     @cached_property
     def q(self) -> Tensor:
-        """[n,J,U]"""
+        """Return the probabilities q [n,J,U]."""
         return self.logits.softmax(-1)
 
     @cached_property
@@ -41,7 +41,7 @@ class Student:
 
     @cached_property
     def logq(self) -> Tensor:
-        """[n,J,U]"""
+        """Return the log-probabilities log q [n,J,U]."""
         return self.logits - self.log_mass[..., None]
 
 
@@ -68,12 +68,12 @@ class Teacher:
 
     @cached_property
     def p(self) -> Tensor:
-        """[n,U]"""
+        """Return the probabilities p [n,U]."""
         return self.logp.exp()
 
     @cached_property
     def minus_p(self) -> Tensor:
-        """[n,U]"""
+        """Return the negative probabilities -p [n,U]."""
         return -self.p
 
     @cached_property
@@ -88,7 +88,7 @@ class Teacher:
 
     @cached_property
     def entropy(self) -> Tensor:
-        """[n] -sum p log p"""
+        """Return the entropy -sum p log p [n]."""
         return torch.special.entr(self.p).sum(-1)
 
     @cached_property

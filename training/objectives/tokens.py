@@ -10,15 +10,16 @@ from specdec.training.objectives.terms import Weight
 
 
 class TokensObjective(Objective):
-    """sum_j w_j * CE_j over `steps` unrolled steps, with w_j = decay^j / sum decay^j. CE_j is the cross-entropy of the
-    token j + 1 places after the known one.
+    """Compute sum_j w_j * CE_j over `steps` unrolled steps, with w_j = decay^j / sum decay^j.
 
-    FastMTP weighs the recursions of one MTP head so, with decay 0.6, and Medusa its heads, with decay 0.8. On the
-    target's own answers this is distillation from samples. Further terms can be added to it. A position counts if its
-    token belongs to the loss mask and to the draft vocabulary.
+    CE_j is the cross-entropy of the token j + 1 places after the known one. FastMTP weights the recursions of one MTP
+    head like this, with decay 0.6, and Medusa its heads, with decay 0.8. On the target's own answers this is
+    distillation from samples. Further terms can be added. A position counts if its token belongs to the loss mask and
+    to the draft vocabulary.
     """
 
     def __init__(self, steps: int = 3, decay: float = 0.6, terms: Mapping[str, Weight] | None = None, **settings):
+        """Normalise the weights of the steps; `settings` are the further arguments of `Objective`."""
         super().__init__(terms or {"tokens": 1.0}, steps=steps, decay=decay, **settings)
         self.step_weights = [w / sum(self.step_weights) for w in self.step_weights]
 

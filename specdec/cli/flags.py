@@ -180,5 +180,5 @@ MEANT = {
     "num_samples": "limit", "output": "out", "output_dir": "out", "speculative_num_steps": "steps",
     "num_speculative_tokens": "steps", "speculative_eagle_topk": "topk", "speculative_num_draft_tokens":
     "num_draft_tokens", "torch_dtype": "dtype", "base_url": "server", "url": "server", "random_seed": "seed",
-    "top_n": "topk", "rule": "verifier", "n": "samples",
+    "draft": "from", "top_n": "topk", "rule": "verifier", "n": "samples",
 }  # fmt: skip

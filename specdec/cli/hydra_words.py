@@ -62,7 +62,7 @@ def _is_hydras(word: str) -> bool:
 def _check_name(name: str, flag: str, known: Sequence[str]) -> None:
     if name.partition(".")[0] in {*known, *registry.GROUPS}:
         return
-    near = " and ".join(nearest_flags(flag, list(map(dashed, known))))
+    near = " and ".join(nearest_flags(flag, [dashed(one) for one in known if one not in ("defaults", "hydra")]))
     raise ValueError(f"there is no flag {flag}; {f'there is {near}' if near else '--help lists all'}")
 
 

@@ -75,6 +75,7 @@ REFUSED = (
     ("serve --port 70000", "--port must be at most 65535"),
     ("serve --tree auto", "--tree auto chooses for one load"),
     ("train --model x", "there is no flag --model; there is --target"),
+    ("train --draft demo/eagle3", "there is no flag --draft; there is --from"),
     ("train --sed 3", "there is no flag --sed; there is --seed"),
     ("train trainer.stps=3", "There is trainer.steps"),
     ("train out=", "out is empty"),

@@ -178,6 +178,7 @@ def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_
         (["prompts=PROMPTS", "~entries", "+entries.a={tree: chain}"], "entries.a lacks the field draft"),
         (["prompts=PROMPTS", "~entries", "+entries.a={draft: ngram, trees: x}"], "unknown field trees"),
         (["prompts=PROMPTS", "target.path=nowhere"], "nowhere"),
+        (["prompts=PROMPTS", "with=[transformer]", "draft=ngram"], "there is no contender 'transformer'"),
     ],
 )
 def test_mistakes(prompts, tmp_path, overrides, message):

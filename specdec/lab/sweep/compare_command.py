@@ -50,23 +50,26 @@ def entries_of(settings: dict) -> dict:
     return named([*bundled_drafts(target), "ngram", "ngram:suffix"])
 
 
-def with_engines(settings: dict, target, entry: object, prompts: list[str]) -> list[dict]:
-    """Decode with other engines, plainly, and with the first drafter, by the benchmark of `specdec lab bench`: prompts
-    of `ENGINE_PROMPT` tokens, greedy. Returns its rows.
-    """
+def contenders_of(settings: dict, target, entry: object) -> dict:
+    """Return how to make the other engines of `with`, plain decoding, and the first drafter. Raises ValueError for an
+    engine that does not exist."""
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
     contenders = ["plain", "speculative", *engines]
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
     drafter = read_entry(entry, FIELDS, "the first entry")
     maps = {"token_map": drafter.get("token_map", settings["token_map"])}
-    new, context = settings["max_new_tokens"], target.config.context
-    made = make_contenders(
-        settings, target, lambda: load_drafter(drafter["draft"], target, **maps), min(ENGINE_PROMPT + new, context)
-    )
+    slots = min(ENGINE_PROMPT + settings["max_new_tokens"], target.config.context)
+    return make_contenders(settings, target, lambda: load_drafter(drafter["draft"], target, **maps), slots)
+
+
+def with_engines(made: dict, settings: dict, target, prompts: list[str]) -> list[dict]:
+    """Decode with the contenders by the benchmark of `specdec lab bench`: prompts of `ENGINE_PROMPT` tokens, greedy.
+    Returns its rows."""
     texts = text_prompts([encode_prompt(target, text, settings["raw"]) for text in prompts], 1)
     how: dict[str, Any] = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
     bench = Bench(target, made, texts, bandwidth(target.device), **how, progress=partial(print, file=sys.stderr))
-    return bench.run(Configuration(f"prompts of {ENGINE_PROMPT} tokens", ENGINE_PROMPT, new))
+    new, name = settings["max_new_tokens"], f"prompts of {ENGINE_PROMPT} tokens"
+    return bench.run(Configuration(name, ENGINE_PROMPT, new))
 
 
 def engines_in_words(rows: list[dict], drafter: str) -> str:
@@ -98,6 +101,8 @@ def run(config: DictConfig) -> None:
         name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")
     }
     how["tree"] = tree_of_settings(settings)
+    first = next(iter(entries))
+    made = contenders_of(settings, target, entries[first]) if settings["with"] else {}
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second
     drawn = "greedy" if sampling.greedy else sampling
@@ -109,7 +114,7 @@ def run(config: DictConfig) -> None:
         "verdict": found.verdict,
     }
     if settings["with"]:
-        result["engines"] = with_engines(settings, target, next(iter(entries.values())), prompts)
+        result["engines"] = with_engines(made, settings, target, prompts)
     try:
         write_csv(out / "table.csv", as_rows(scores))
         write_json(out / "result.json", result | {"settings": settings} | machine_in_short())
@@ -117,7 +122,7 @@ def run(config: DictConfig) -> None:
     finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
         found.print()
         if settings["with"]:
-            print_rows(result["engines"], f"{next(iter(entries))} and other engines")
-            print(engines_in_words(result["engines"], next(iter(entries))))
+            print_rows(result["engines"], f"{first} and other engines")
+            print(engines_in_words(result["engines"], first))
     print(f"written: {out}/table.csv, chart.png and result.json")
     print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -37,6 +38,10 @@ from specdec.training.data import Conversation, Message, Record, Tally, preset, 
 from specdec.training.data.dialogues import Answer, Dialogues, Prompt, cut_off, encode
 from specdec.training.data.shards import Shards, begun_on, record_of
 
+CONTINUED = (
+    "the lines of a .txt file are continued as text, without the chat template; for questions that are answered in a "
+    'chat give .jsonl, each line {"prompt": "..."}'
+)
 CUT = "answers cut off by --max-new-tokens: their end is not learnt"
 
 
@@ -239,6 +244,8 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
     """
     server = Remote(args.server, args.served_model_name) if args.server is not None else None
     target: Any = load_texts(args.target or DEMO_TARGET) if server else read_flags(ModelSettings, args).load_target()
+    if args.prompts.endswith(".txt") and getattr(target.tokenizer, "chat_template", None):
+        print(f"note: {args.prompts}: {CONTINUED}", file=sys.stderr)
     tally, record = Tally(args.bad), record_of(args.out)
     day = begun_on(record, today=True) if writes_date(target.tokenizer) else None
     found = prompts_of(target, records_of(args.prompts, args.split), tally, args.turns, day)

@@ -80,8 +80,8 @@ COMMANDS = {
         "a server that has the target": "server served_model_name requests",
         "sampling": f"{SAMPLED} seed",
     }, {
-        "prompts": Flag("conversations (.json, .jsonl, .jsonl.xz, .parquet), lines (.txt), a data set of the hub, or "
-                        "the name of a preset in conf/data", metavar="DATA"),
+        "prompts": Flag("conversations (.json, .jsonl, .jsonl.xz, .parquet), lines that are continued without the chat "
+                        "template (.txt), a data set of the hub, or the name of a preset in conf/data", metavar="DATA"),
         "out": "a .jsonl file", "server": "of OpenAI's interface; then --target gives the tokenizer alone",
     }, OF_SERVER),
     "data show": Command("print conversations with the training tokens marked", "training.show", {

@@ -231,6 +231,7 @@ def test_several_samples_of_a_prompt_differ_and_texts_are_continued(target_path,
     texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
     assert len(set(texts)) == 4
     assert all(text.startswith("The quick brown") for text in texts)
+    assert "are continued as text, without the chat template" in capsys.readouterr().err
 
 
 def test_the_plan_depends_on_the_seed_alone_and_holds_every_prompt():

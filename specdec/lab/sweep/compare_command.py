@@ -1,9 +1,10 @@
-"""Compare drafters on the same target, prompts and settings:  specdec compare --prompts questions.jsonl
+"""Compare drafters on the same target, prompts and settings.
+
+    specdec compare --prompts questions.jsonl
 
 Every prompt is decoded plainly and with each drafter of --draft, or entry of conf/compare.yaml, in turn. With --with
-transformers,ctranslate2,llama.cpp, other engines decode too. Prints a table and
-a summary in words, writes table.csv, chart.png and result.json under `out`; the last line is one JSON object. `--cfg
-job` prints every setting.
+transformers,ctranslate2,llama.cpp, other engines decode too. Prints a table and a summary in words, writes table.csv,
+chart.png and result.json under `out`; the last line is one JSON object. `--cfg job` prints every setting.
 """
 
 import json
@@ -83,6 +84,7 @@ def engines_in_words(rows: list[dict], drafter: str) -> str:
 
 
 def run(config: DictConfig) -> None:
+    """Run `specdec compare`. Raises ValueError without prompts, or with fewer than two new tokens."""
     if not config.prompts:
         raise ValueError(
             "no prompts: give --prompts FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"

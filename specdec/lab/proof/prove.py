@@ -2,7 +2,7 @@
 
     specdec prove --out proof.md                              this engine with its drafters
     specdec prove --server URL --target T                     a server that speculates
-    specdec prove --server URL --plain-server URL --target T  the same, against a server that does not speculate
+    specdec prove --server URL --plain-server URL --target T  the same, against a plain server
 
 The tests compare texts, greedy and sampled, with plain decoding, token for token; the lossless rules with exact laws;
 and sampled texts with the target's own distributions. The exit code is 1 if a test failed, and with --self-test if none

@@ -38,9 +38,10 @@ ENGINE_PROMPT = 64  # tokens of the prompts that other engines decode
 
 
 def entries_of(settings: dict) -> dict:
-    """Return what is compared: `draft`, or else `entries`, or for another target its own drafters and n-grams.
+    """Return what is compared: `draft`, or else `entries`.
 
-    `entries` are drafters of the demo's target. Raises ValueError if no drafter is bundled for another target.
+    The default entries are drafters of the demo's target. Another target gets its own bundled drafters and n-grams
+    instead. Raises ValueError if none is bundled for it.
     """
     if not isinstance(settings["entries"], dict):
         raise ValueError(f"entries must map names to drafters, got {settings['entries']!r:.60}")

@@ -55,8 +55,11 @@ def entries_of(settings: dict) -> dict:
 
 
 def contenders_of(settings: dict, target, entry: object) -> dict:
-    """Return how to make the other engines of `with`, plain decoding, and the first drafter. Raises ValueError for an
-    engine that does not exist."""
+    """Return how to make plain decoding, the first drafter and the other engines of `with`.
+
+    Raises:
+        ValueError: If there is no such engine.
+    """
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
     contenders = ["plain", "speculative", *engines]
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
@@ -67,8 +70,7 @@ def contenders_of(settings: dict, target, entry: object) -> dict:
 
 
 def with_engines(made: dict, settings: dict, target, prompts: list[str]) -> list[dict]:
-    """Decode with the contenders by the benchmark of `specdec lab bench`: prompts of `ENGINE_PROMPT` tokens, greedy.
-    Returns its rows."""
+    """Decode greedily with the contenders, on prompts of `ENGINE_PROMPT` tokens, and return the benchmark's rows."""
     texts = text_prompts([encode_prompt(target, text, settings["raw"]) for text in prompts], 1)
     how: dict[str, Any] = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
     bench = Bench(target, made, texts, bandwidth(target.device), **how, progress=partial(print, file=sys.stderr))

@@ -1,6 +1,6 @@
-"""Build the demo: a target grown from a smaller one, its own answers, and drafters trained on them.
+r"""Build the demo: a target grown from a smaller one, its own answers, and drafters trained on them.
 
-    python scripts/build_demo.py --small SMALL --conversations conversations.jsonl.xz --books books.jsonl.xz \\
+    python scripts/build_demo.py --small SMALL --conversations conversations.jsonl.xz --books books.jsonl.xz \
         --bench MT_BENCH --work build --out specdec/demo
 
 --small: a folder with a target and its drafters mtp, eagle3 and eagle2. --conversations: ShareGPT form; an `id` begins
@@ -206,6 +206,7 @@ def card(report: dict, note: str) -> str:
 
 @one_sentence_errors
 def main() -> None:
+    """Run every stage that has no result yet."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--small", type=Path, required=True, help="folder of the pair that grows")
     p.add_argument("--conversations", type=Path, required=True, help=".jsonl or .jsonl.xz in ShareGPT form")

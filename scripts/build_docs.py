@@ -33,6 +33,7 @@ def commands() -> str:
 
 
 def help_of(name: str) -> str:
+    """Return the `--help` text of a command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main([*name.split(), "--help"])

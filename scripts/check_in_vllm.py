@@ -63,7 +63,7 @@ class Case:
     asked: dict
 
 
-# In vLLM's environment
+# In vLLM's environment, up to `answer_all`
 
 
 def counts(llm) -> dict:
@@ -109,9 +109,6 @@ def answer_all(jobs: Path, answers: Path) -> None:
         process.join()
 
 
-# The environment
-
-
 def python_of(env: Path) -> Path:
     """Return the Python of an environment with vLLM, which is made if it does not exist."""
     python = env.resolve() / "bin" / "python"
@@ -145,15 +142,14 @@ def run(*command: object) -> None:
         raise ValueError(f"{' '.join(str(word) for word in command[:4])} ... failed: {last}")
 
 
-# The cases
-
-
 def exported(name: str, drafter: str | Path, folder: Path, target: str | Path | None = None) -> Case:
+    """Export a drafter for vLLM to `folder` and return its case."""
     checkpoint = export(drafter, folder, "vllm", target or DEMO_TARGET)
     return Case(name, drafter, folder, checkpoint.family.vllm(checkpoint.meaning))
 
 
 def bundled_drafters() -> list[Path]:
+    """Return the folders of the demo target's drafters."""
     others = {"target", *(model.draft for model in PUBLISHED.values())}  # heads of other targets
     return sorted(p.parent for p in DEMO_TARGET.parent.glob("*/config.json") if p.parent.name not in others)
 
@@ -195,6 +191,7 @@ def variants(head) -> Iterator[tuple[str, object]]:
 
 
 def variant_cases(folder: Path) -> list[Case]:
+    """Return a case for each variant of the EAGLE-3 head, and one for a converted head."""
     cases, bundled = [], open_checkpoint(DEMO_TARGET.parent / "eagle3")
     for number, (name, head) in enumerate(variants(bundled)):
         place = folder / str(number)
@@ -202,9 +199,6 @@ def variant_cases(folder: Path) -> list[Case]:
         cases.append(exported(f"eagle3: {name}", place, folder / f"{number}-in-vllm"))
     convert(cases[0].drafter, folder / "converted", "eagle3", DEMO_TARGET)
     return [*cases, Case("eagle3: convert --to eagle3", cases[0].drafter, folder / "converted", {"method": "eagle3"})]
-
-
-# The comparison
 
 
 def here(target, drafter, prompts: list[list[int]], steps: int, max_new_tokens: int) -> list[dict]:
@@ -221,6 +215,7 @@ def here(target, drafter, prompts: list[list[int]], steps: int, max_new_tokens: 
 
 
 def total(rows: list[dict]) -> dict:
+    """Return the sums of the counts over all prompts."""
     sums = {name: sum(row[name] for row in rows) for name in COUNTS}
     return sums | {"by_position": [sum(column) for column in zip(*(row["by_position"] for row in rows), strict=True)]}
 
@@ -263,6 +258,7 @@ def check(cases: list[Case], python: Path, target, prompts: list[list[int]], fol
 
 
 def main() -> None:
+    """Run all cases and print the differences. Exits with 1 if there are any."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--prompts", type=Path, required=True, help="as specdec generate takes it")
     p.add_argument("--env", type=Path, required=True, help="environment with vLLM; made if it does not exist")

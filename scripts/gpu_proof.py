@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in parts of less than ten minutes (docs/gpu.md):
+"""Run everything that needs a GPU, in parts of less than ten minutes (docs/gpu.md).
 
     python scripts/gpu_proof.py --stages tests
     python scripts/gpu_proof.py --stages shape
@@ -78,7 +78,8 @@ class Stage:
     """A command with a time limit.
 
     The words of the command may hold the fields {device}, {work}, {out}, {conversations}, {result} (the stage's file in
-    `out`), {limit} (seconds that it has) and {budget} (three quarters of them)."""
+    `out`), {limit} (the time limit in seconds) and {budget} (three quarters of the limit).
+    """
 
     name: str
     seconds: float  # on one H100, estimated before any of this has run on a GPU; a call shares its time out by this
@@ -164,7 +165,8 @@ def choose(by_part: dict[str, list[Stage]], wanted: str | None) -> list[Stage]:
 def run_stage(stage: Stage, limit: float, args: argparse.Namespace) -> dict:
     """Run a stage and return its record. `outcome` is done, failed, out of time, skipped or kept (made before).
 
-    When the time is over, `timeout` interrupts the command and its children, as Ctrl-C does, and kills them later."""
+    When the time is over, `timeout` interrupts the command and its children, as Ctrl-C does, and kills them later.
+    """
     result, log = (args.out / f"{stage.name.replace(' ', '_')}.{ending}" for ending in ("json", "log"))
     fields = vars(args) | {"result": result, "limit": round(limit), "budget": round(0.75 * limit)}
     command = [sys.executable, *(word.format(**fields) for word in shlex.split(stage.command))]
@@ -201,6 +203,7 @@ def run_stages(stages: list[Stage], head: dict, args: argparse.Namespace) -> lis
 
 
 def print_records(records: list[dict]) -> None:
+    """Print a table of the stages with their outcomes and times."""
     table = Table("stage", "outcome", "seconds", "", title="stages")
     for record in records:
         remark = record.get("reason") or ("" if record["outcome"] == "done" else record["last_line"][:100])
@@ -209,6 +212,7 @@ def print_records(records: list[dict]) -> None:
 
 
 def arguments() -> argparse.Namespace:
+    """Return the parsed flags, with absolute paths. Raises ValueError for bad values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stages", help="parts, and stages of them, with commas between; default: all")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything that this call runs (default 9)")
@@ -239,6 +243,7 @@ def set_environment(work: Path) -> None:
 
 @one_sentence_errors
 def main() -> None:
+    """Run the chosen stages. Exits with 1 if one failed."""
     args = arguments()
     head = provenance(check_device(args.device)) | {"tiny": args.tiny, "cuda_device": args.device.startswith("cuda")}
     stages = choose(parts(args), args.stages)

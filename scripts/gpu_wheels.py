@@ -1,11 +1,13 @@
-"""What a bare machine with a GPU lacks, in a folder that travels with the checkout:  python scripts/gpu_wheels.py
+"""Install what a bare machine with a GPU lacks, into a folder that travels with the checkout.
 
-Needs the network and pip, once. Hydra, OmegaConf and the ANTLR runtime, in the versions of constraints.txt, are laid
-out in build/wheels, which git ignores: put that folder and the checkout on PYTHONPATH (docs/gpu.md). They are pure
-Python, so the folder serves every version of Python. Torch, Triton, transformers, accelerate, pytest and pytest-xdist
-must be there already.
+    python scripts/gpu_wheels.py
 
-Every call notes the commit and a digest of the code in build/wheels/REVISION. Where there is no git, results name the
+Needs the network and pip, once. Hydra, OmegaConf and the ANTLR runtime, in the versions of constraints.txt, are
+installed in build/wheels, which git ignores: put that folder and the checkout on PYTHONPATH (docs/gpu.md). They are
+pure Python, so the folder serves every version of Python. Torch, Triton, transformers, accelerate, pytest and
+pytest-xdist must be there already.
+
+Every call writes the commit and a digest of the code to build/wheels/REVISION. Where there is no git, results name the
 commit by that, as long as the code is the same: call this again after the last change. --out writes the packages to
 another folder, without the note.
 """
@@ -38,6 +40,7 @@ def wanted() -> list[str]:
 
 
 def is_there(package: str, folder: Path) -> bool:
+    """Return whether the folder has this version of the package, given as NAME==VERSION."""
     name, version = re.split("==", package)
     return (folder / f"{name.replace('-', '_')}-{version}.dist-info").is_dir()
 
@@ -59,6 +62,7 @@ def _run(command: list[str]) -> None:
 
 @one_sentence_errors
 def main() -> None:
+    """Install the packages and write the note. Raises ValueError if git does not know the commit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="a folder for the packages; default: build/wheels, with the note")
     args = parser.parse_args()

@@ -74,6 +74,7 @@ def short_prompts(tokenizer, prompts: list[str], tokens: int) -> list[str]:
 
 
 def write_prompts(path: Path, prompts: list[str]) -> None:
+    """Write prompts as JSON lines."""
     write_text(path, "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
 
 
@@ -128,6 +129,7 @@ def train(args: argparse.Namespace) -> dict:
 
 @one_sentence_errors
 def main() -> None:
+    """Train the target and write the prompts for its drafter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="conversations: .json, .jsonl or .jsonl.xz")
     parser.add_argument("--out", type=Path, required=True)

@@ -1,8 +1,8 @@
-"""Write the prompts whose answers the drafters of SmolLM2 were trained on, as two files of conversations.
+r"""Write the prompts whose answers the drafters of SmolLM2 were trained on, as two files of conversations.
 
     python scripts/smollm2_prompts.py --conversations train.jsonl.xz --books books.jsonl.xz --bench BENCH --out build
     specdec data regenerate --target smollm2 --prompts build/greedy.jsonl --limit 4400 --turns all --out build/a.jsonl
-    specdec data regenerate --target smollm2 --prompts build/warm.jsonl --limit 4400 --turns all --out build/b.jsonl \\
+    specdec data regenerate --target smollm2 --prompts build/warm.jsonl --limit 4400 --turns all --out build/b.jsonl \
         --temperature 0.7 --seed 7
 
 --conversations: ShareGPT form; an `id` begins with the name of its source (`SOURCES`). --books: objects with `text`.
@@ -83,6 +83,7 @@ def signature(text: str) -> str:
 
 
 def benchmark_signatures(folder: Path) -> set[str]:
+    """Return the signatures of all benchmark questions in the folder's .jsonl files."""
     found = set()
     for path in sorted(folder.rglob("*.jsonl")):
         for row in map(Record.fields, read_records(path)):
@@ -136,11 +137,13 @@ def functions(number: int, rng: random.Random) -> Iterator[Turns]:
 
 
 def tasks() -> Iterator[Turns]:
+    """Yield requests for Python functions."""
     for verb in VERBS:
         yield from ([f"Write a Python function that {verb} {thing}. Explain it briefly."] for thing in OBJECTS)
 
 
 def topics() -> Iterator[Turns]:
+    """Yield writing requests about `TOPICS`."""
     for start in WRITE:
         yield from ([f"{start} {topic}."] for topic in TOPICS)
 
@@ -156,6 +159,7 @@ def conversation(number: int, turns: Turns, rng: random.Random) -> dict:
 
 
 def write(prompts: Iterable[Turns], folder: Path, rng: random.Random) -> None:
+    """Shuffle the prompts and write half of them to greedy.jsonl, the others to warm.jsonl."""
     shuffled = list(prompts)
     rng.shuffle(shuffled)
     rows = [conversation(number, turns, rng) for number, turns in enumerate(shuffled)]
@@ -165,6 +169,7 @@ def write(prompts: Iterable[Turns], folder: Path, rng: random.Random) -> None:
 
 @one_sentence_errors
 def main() -> None:
+    """Collect the prompts of all sources and write them."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("conversations", "books", "bench", "out"):
         p.add_argument(f"--{name}", type=Path, required=True)

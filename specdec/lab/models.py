@@ -49,8 +49,13 @@ def short_name(path: str | Path) -> str:
 
 
 def own_names(entries: Sequence, name_of: Callable[[Any, bool], str]) -> list[str]:
-    """A name for each drafter, no two alike: name_of(entry, whole) is its short name, or, where two would be called the
-    same, its whole path. Raises ValueError where two still are.
+    """Return a distinct name for each drafter.
+
+    `name_of(entry, whole)` returns an entry's short name, or with `whole` its full path. An entry gets its full path if
+    its short name is not unique.
+
+    Raises:
+        ValueError: If two names are still the same.
     """
     short = [name_of(entry, False) for entry in entries]
     names = [name_of(entry, short.count(name) > 1) for entry, name in zip(entries, short, strict=True)]

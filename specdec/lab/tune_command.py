@@ -1,8 +1,10 @@
-"""The fastest setting of a pair on this machine:  specdec tune --prompts questions.jsonl --out best.yaml
+"""Find the fastest setting of a target and a drafter on this machine.
+
+    specdec tune --prompts questions.jsonl --out best.yaml
 
 Measures what rounds cost (once for a machine and pair), replays what the drafter would have had accepted under every
-setting, predicts tokens/s, decodes with the best few and plainly, and writes the fastest as a file for
-`specdec generate --settings`. docs/tuning.md says how.
+setting, predicts tokens/s, decodes with the best few and plainly, and writes the fastest as a file for `specdec
+generate --settings`. docs/tuning.md says how.
 """
 
 import argparse
@@ -38,6 +40,7 @@ BUSY = 0.1  # a median misfit of the cost model above this says that the machine
 
 
 def print_tables(tuned: Tuned, costs: Costs) -> None:
+    """Print the best predicted settings, and predicted next to measured speeds."""
     ranking = Table("topk/steps/nodes", "tokens/s", "to plain", "tau", "ms a round", title="predicted")
     for p in tuned.ranking[:SHOWN]:
         ratio = p.tokens_per_second / tuned.plain.tokens_per_second
@@ -121,6 +124,7 @@ def write(args: argparse.Namespace, tuned: Tuned, target) -> dict:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `specdec tune`."""
     with only_writer(args.out):
         target, drafter = load_models(args)
         costs, tuned = find(args, target, drafter)

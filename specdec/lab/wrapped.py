@@ -1,6 +1,7 @@
 """A drafter that passes everything on to another one."""
 
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Drafter, DraftState
 
@@ -18,9 +19,11 @@ class WrappedDrafter(Drafter):
     """
 
     def __init__(self, drafter: Drafter):
+        """Delegate to `drafter`."""
         super().__init__()
         self.drafter = drafter
 
+    @override
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         if self.block is None:
             return self.step(tokens, hidden, level, ancestors)  # a subclass may override it

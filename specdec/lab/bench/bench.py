@@ -37,6 +37,7 @@ class Configuration:
     sampling: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless `prompt` and `new` are positive integers."""
         for what in ("prompt", "new"):
             value = getattr(self, what)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -106,6 +107,7 @@ class Bench:
     save: Callable[[list[dict]], None] = lambda rows: None  # given a configuration's rows after each warm-up and trial
 
     def __post_init__(self) -> None:
+        """Check the settings and start the time budget. Raises ValueError for a number out of range."""
         if self.warmups < 0 or self.trials < 1:
             raise ValueError(f"warmups must be at least 0 and trials at least 1, got {self.warmups} and {self.trials}")
         if self.budget is not None and not self.budget > 0:
@@ -164,8 +166,9 @@ class Bench:
         return summary
 
     def _attempt(self, name: str, what: Callable[[str], None]) -> None:
-        """Do it unless the time is up, and write an error into the row. After its warm-up a contender gets one trial in
-        any case.
+        """Call `what` for a contender unless its time is up, and record an error in the contender's row.
+
+        Each contender gets one trial after its warm-up, even if the time is up by then.
         """
         row = self.rows[name]
         if "failed" in row or "skipped" in row:

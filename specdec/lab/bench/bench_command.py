@@ -1,5 +1,6 @@
-"""Our engine against others, in one run (Hydra):  specdec lab bench suite=quick prompts=questions.jsonl
+"""Compare the speed of this project's engine with other engines in one run.
 
+    specdec lab bench suite=quick prompts=questions.jsonl
     specdec lab bench suite=standard shape=llama_3_2_1b device=cuda        # random weights: speed only
     specdec lab bench suite=quick shape=llama_3_1_8b device=cuda simulate_tau=3.5
 
@@ -91,10 +92,16 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
 
 
 def make_ours(target, compiled: bool, make_drafter=None, tree=None, verifier=sample_and_match) -> Contender:
+    """Make a contender that decodes with this project's engine, speculatively if `make_drafter` is given."""
     return Ours(target, make_drafter and make_drafter(), tree, verifier, compiled)
 
 
 def make_prompts(settings: dict, target):
+    """Return the prompts: random tokens for a shape, else the encoded texts of the prompt file.
+
+    Raises:
+        ValueError: If `questions` is not a positive integer, or trained weights come without a prompt file.
+    """
     questions = settings["questions"]
     if not isinstance(questions, int) or questions < 1:
         raise ValueError(f"questions must be at least 1, got {questions}")
@@ -107,6 +114,7 @@ def make_prompts(settings: dict, target):
 
 
 def title_of(settings: dict, target) -> str:
+    """Return the table's title: target, dtype, device, reduced matmul precision and simulated tau."""
     words = [Path(target.name).name, str(target.dtype).removeprefix("torch."), str(target.device)]
     if (precision := matmul_precision(target.device)) != "highest":
         words.append(f"products of {precision} precision")
@@ -116,6 +124,7 @@ def title_of(settings: dict, target) -> str:
 
 
 def run(config: DictConfig) -> None:
+    """Run `specdec lab bench`."""
     settings: Any = OmegaConf.to_container(config, resolve=True)
     out, suite = Path(settings["out"]), settings["suite"]
     if out.parent == Path("runs"):  # the default folder of all commands

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from specdec import ops
 from specdec.contracts import Drafter, TreePolicy
@@ -47,6 +48,7 @@ class Contender:
     settle_seconds = 0.0  # for this long after a run its threads may spin
 
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
+        """Decode `new` tokens after the prompt's token ids and return the tokens with their times."""
         raise NotImplementedError
 
     def moved(self, target, context: float) -> float:
@@ -98,6 +100,7 @@ class Ours(Contender):
             raise NotAvailable(str(error)) if compiled else error from None
         self.drafts, self.weights = drafter is not None, weight_bytes(target, drafter)
 
+    @override
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         marks = _Marks(self.engine)
         with self.operators():
@@ -139,9 +142,17 @@ SHARED = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "rep
 
 
 class Transformers(Contender):
-    """`generate` of a model of transformers. attention: eager or sdpa; how: further arguments of `generate`."""
+    """`generate` of a model of transformers."""
 
     def __init__(self, model: Any, attention: str = "sdpa", assistant: Any = None, **how):
+        """Wrap a model of transformers.
+
+        Args:
+            model: A causal language model; its EOS token is switched off.
+            attention: Attention implementation, "eager" or "sdpa".
+            assistant: Draft model for assisted generation.
+            **how: Further arguments of `generate`.
+        """
         self.model, self.attention, self.how = model, attention, how
         self.weights, self.drafts = weight_bytes(model), "prompt_lookup_num_tokens" in how or assistant is not None
         model.generation_config.eos_token_id = None
@@ -150,6 +161,7 @@ class Transformers(Contender):
             self.weights += weight_bytes(assistant)
             assistant.generation_config.eos_token_id = None
 
+    @override
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         translated(sampling, SHARED, "transformers")
         names = ("repetition_penalty",) if sampling.greedy else SHARED  # they override the generation config

@@ -33,9 +33,10 @@ def device_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def bandwidth(device: torch.device) -> float:
-    """The most bytes/s that this device moves: the faster of reading and of copying what fits into no cache.
+    """Return the device's memory bandwidth in bytes/s: the faster of reading and copying a tensor beyond any cache.
 
-    On the CPU torch's present number of threads reads."""
+    On the CPU, reading uses torch's current number of threads.
+    """
     size = GPU_BYTES if device.type == "cuda" else CPU_BYTES
     source = torch.ones(size // 4, device=device)
     copy = torch.empty_like(source)
@@ -44,10 +45,11 @@ def bandwidth(device: torch.device) -> float:
 
 
 def read_bytes(target, context: float, *, packed: bool = True) -> float:
-    """Bytes that plain decoding of one row must read for the token after `context` tokens.
+    """Return the bytes that plain decoding of one row must read for the token after `context` tokens.
 
-    These are all weights, the embedding only where it is the head too, and the keys and values that the layers see.
-    packed: count weights as this engine reads them after packing (`specdec.ops.linear`), not as they are held."""
+    These are all weights and the keys and values that the layers see. The embedding counts only if it is also the head.
+    With `packed`, weights count as the engine reads them after packing (`specdec.ops.linear`), else as they are stored.
+    """
     config, table = target.config, target.embed.weight
     read = {id(p): bytes_read(p) if packed else p.nbytes for p in target.parameters()}
     if target.head.weight is not table:
@@ -64,21 +66,25 @@ def size_of(tensors: Iterable[Tensor]) -> int:
 
 
 class PeakMemory:
-    """A context whose `bytes` is the most memory in use within it.
+    """Context manager that measures peak memory use, in `bytes`.
 
-    On a GPU these are the bytes allocated beyond those at the beginning. On the CPU it is the largest resident set that
-    the process has had since it started, which never falls."""
+    On a GPU this is the memory allocated beyond what was allocated on entry. On the CPU it is the peak resident set
+    size since the process started, which never falls.
+    """
 
     def __init__(self, device: torch.device):
+        """Measure the memory of `device` from entry to exit."""
         self.device, self.bytes = device, 0
 
     def __enter__(self) -> "PeakMemory":
+        """Reset the device's peak and return this object."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = torch.cuda.memory_allocated(self.device)
         return self
 
     def __exit__(self, *_) -> None:
+        """Store the peak in `bytes`."""
         if self.device.type == "cuda":
             self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
         else:

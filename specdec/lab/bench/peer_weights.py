@@ -104,8 +104,7 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file of llama.cpp's architecture `name`: matrices in `dtype`, vectors in fp32.
 
-    Args:
-        vocabulary: Adds the tokenizer to a `GGUFWriter`; by default tokens without a text.
+    `vocabulary` adds the tokenizer to a `GGUFWriter`. By default the tokens have no text.
     """
     import gguf
 

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from specdec.lab.bench import peer_sessions
 from specdec.lab.bench.contenders import SHARED, Contender, NotAvailable, TimedRun, translated
@@ -96,8 +97,9 @@ class Peer(Contender):
 
 
 class CTranslate2(Peer):
-    """`generate_batch` of CTranslate2, which calls back for every token. What it draws does not depend on the seed: its
-    threads have seeds of their own.
+    """`generate_batch` of CTranslate2, with a callback for every token.
+
+    Sampled tokens do not depend on the seed, because CTranslate2's threads have seeds of their own.
     """
 
     engine, modules = "CTranslate2", ("ctranslate2",)
@@ -110,6 +112,7 @@ class CTranslate2(Peer):
     names = {"temperature": "sampling_temperature", "top_k": "sampling_topk", "top_p": "sampling_topp"}  # noqa: RUF012
 
     def __init__(self, target: Target, slots: int, dtype: torch.dtype):
+        """Load the target's weights. Raises NotAvailable if CTranslate2 does not support the model or the dtype."""
         super().__init__(target, slots, dtype)
         self.kind, there = str(dtype).removeprefix("torch."), self.module.get_supported_compute_types("cpu")
         if self.kind not in there:
@@ -118,6 +121,7 @@ class CTranslate2(Peer):
         settings = {"compute_type": self.kind, "intra_threads": self.threads}
         self.load(partial(write_ctranslate2, target, self.kind), peer_sessions.ctranslate2_session, **settings)
 
+    @override
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         how: dict[str, Any] = {"sampling_topk": 1 if sampling.greedy else 0} | translated(
             sampling, self.names, self.engine
@@ -125,13 +129,15 @@ class CTranslate2(Peer):
         request: dict[str, Any] = {"start_tokens": [[str(token) for token in prompt]], "max_length": new} | how
         return self.ask(request, len(prompt) + new - 1)
 
+    @override
     def details(self) -> dict:
         return {"engine": f"ctranslate2 {self.module.__version__}, {self.kind}", "threads": self.threads}
 
 
 class LlamaCpp(Peer):
-    """llama.cpp's server, in `xllamacpp`, which sends each token as a chunk of text. The cache is in fp16, as its own
-    default is, and it chooses flash attention itself.
+    """llama.cpp's server, from `xllamacpp`, which streams each token as a chunk of text.
+
+    The cache is in fp16, llama.cpp's default. The server decides whether to use flash attention.
     """
 
     engine, modules = "llama.cpp", ("xllamacpp", "gguf")
@@ -151,6 +157,7 @@ class LlamaCpp(Peer):
     }  # fmt: skip
 
     def __init__(self, target: Target, slots: int, dtype: torch.dtype):
+        """Load the target's weights. Raises NotAvailable if llama.cpp does not support the model."""
         super().__init__(target, slots, dtype)
         self.cache_dtype, name = torch.float16, self.architecture(target.config, slots)
         self.slots += -slots % self.cells
@@ -176,6 +183,7 @@ class LlamaCpp(Peer):
             )
         return name
 
+    @override
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         request = self.request | {"prompt": prompt, "max_tokens": new, "seed": seed, "repeat_last_n": self.slots}
         request |= translated(sampling, self.names, self.engine)
@@ -183,6 +191,7 @@ class LlamaCpp(Peer):
             request |= {"samplers": ["penalties", "top_k"], "top_k": 1}
         return self.ask(request, self.slots)
 
+    @override
     def details(self) -> dict:
         built_for = self.module.get_system_info().strip()
         return {"engine": f"xllamacpp {self.module.__version__}", "built_for": built_for, "threads": self.threads}

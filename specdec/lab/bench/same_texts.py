@@ -10,9 +10,8 @@ Texts = Sequence[tuple[list[int], list[int], list[int]]]  # prompt, a contender'
 def compare_texts(target, texts: Texts, gaps: bool = True) -> dict:
     """Return entries of a contender's row: how many texts are the same, and where each other one differs first.
 
-    Args:
-        gaps: Also report the target's logit gap there, before any penalty. Sums in another order change a text where
-            two logits are nearly equal. A large gap says that the contender computes something else.
+    With `gaps`, also report the target's logit gap there, before any penalty. Sums in another order change a text where
+    two logits are nearly equal. A large gap says that the contender computes something else.
     """
     differences = []
     for number, (prompt, mine, plain) in enumerate(texts):

@@ -35,12 +35,14 @@ class SimulatedTau:
     lossless = False
 
     def __post_init__(self) -> None:
+        """Take over the flags of `verifier`. Raises ValueError for a tau below 1 or infinite."""
         if not 1 <= self.tau < float("inf"):
             raise ValueError(f"a simulated tau must be at least 1, the bonus token, got {self.tau}")
         self.needs_q, self.chains_only = self.verifier.needs_q, self.verifier.chains_only
         self.likeliest_only, self.couples = self.verifier.likeliest_only, self.verifier.couples
 
     def __str__(self) -> str:
+        """Return the rule's name for titles and tables."""
         return f"{MARK} tau {self.tau:g}"
 
     def check(self, steps: int) -> None:
@@ -53,6 +55,7 @@ class SimulatedTau:
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
     ) -> Verdict:
+        """Run `verifier`, then replace its path by the round's number of nodes. The bonus token stays."""
         true = self.verifier(tree, logits, sampling, noise)
         if self.rounds is None or self.rounds.device != logits.device:
             self.check(tree.steps)

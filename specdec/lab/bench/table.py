@@ -11,6 +11,7 @@ MIB = 2**20
 
 
 def number(name: str, form: str) -> Callable[[dict], str]:
+    """Return a function that formats a row's entry `name`, or returns '' if the row lacks it."""
     return lambda row: format(row[name], form) if name in row else ""
 
 

@@ -20,6 +20,7 @@ KEY = "OPENAI_API_KEY"
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `specdec lab bench serve`. Raises ValueError if an answer is not valid."""
     found = load_benchmark("prompts", args.prompts, turns=1, bad="skip", limit=args.limit)
     own = [question.turns[0] for question in found.questions]
     prompts = [own[i % len(own)] for i in range(args.limit)]
@@ -63,6 +64,7 @@ async def measure(args: argparse.Namespace, prompts: Sequence[str], transport=No
 
 
 async def first_model(client) -> str:
+    """Return the id of the first model that the server lists. Raises ValueError if it lists none."""
     import httpx2
 
     try:
@@ -73,6 +75,7 @@ async def first_model(client) -> str:
 
 
 def print_loads(run: dict) -> None:
+    """Print a table with one row for each load."""
     table = Table(title=f"{run['model']} at {run['url']}; TTFT, TPOT and ITL in ms: mean / median / P99")
     for column in ("load", "valid", "tokens/s", "requests/s", "TTFT", "TPOT", "ITL", "accepted length"):
         table.add_column(column, justify="right")

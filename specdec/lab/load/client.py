@@ -32,6 +32,7 @@ class Asked:
         return replace(self, max_tokens=max(1, round(share * self.max_tokens)), range_ratio=0.0)
 
     def body(self, prompt: str) -> dict:
+        """Return the JSON body of a streaming request for this prompt."""
         own = {"messages": [{"role": "user", "content": prompt}]} if self.chat else {"prompt": prompt}
         limit = {"max_completion_tokens" if self.chat else "max_tokens": self.max_tokens}
         how = {"temperature": self.temperature, "stream": True, "stream_options": {"include_usage": True}}
@@ -55,6 +56,7 @@ class Answer:
 
     @property
     def itls(self) -> list[float]:
+        """Inter-token latencies in seconds."""
         return [after - before for before, after in pairwise(self.arrivals)]
 
     @property

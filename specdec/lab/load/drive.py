@@ -23,12 +23,14 @@ class Load:
     rate: float | None = None  # so many a second, at random (Poisson)
 
     def __str__(self) -> str:
+        """Return the load in words."""
         return f"{self.concurrency} at a time" if self.rate is None else f"{self.rate:g} a second"
 
 
 async def drive(client, asked: Asked, prompts: Sequence[str], load: Load, seed: int = 0) -> dict:
-    """Send every prompt once. Returns the figures of the run (`figures_of`), with the acceptance from the server's
-    counters.
+    """Send every prompt once and return the figures of the run (`figures_of`).
+
+    The acceptance figures come from the server's counters.
     """
     before, start = await counters(client), time.perf_counter()
     slots, draw, tasks = asyncio.Semaphore(load.concurrency or len(prompts)), random.Random(seed), []

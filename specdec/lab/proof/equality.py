@@ -41,6 +41,7 @@ class Mismatch:
         return self.leading and self.margin <= 4 * self.error
 
     def __str__(self) -> str:
+        """Return the mismatch as one line of a report."""
         return (
             f"prompt {self.prompt}, token {self.position}: {self.plain} became {self.speculative}; margin "
             f"{self.margin:.1e}, rounding error {self.error:.1e}: {'a tie' if self.tie else 'a BUG'}"
@@ -57,14 +58,17 @@ class ComparedTexts:
 
     @property
     def same(self) -> int:
+        """The number of texts that equal the reference's."""
         return self.texts - len(self.mismatches)
 
     @property
     def ties(self) -> int:
+        """The number of texts that differ by rounding alone."""
         return sum(m.tie for m in self.mismatches)
 
     @property
     def bugs(self) -> int:
+        """The number of texts that differ for no numerical reason."""
         return len(self.mismatches) - self.ties
 
 
@@ -86,6 +90,7 @@ class EqualityProver:
         sampling: Sampling | None = None,
         seed: int = 0,
     ):
+        """Decode the prompts, lists of token ids, plainly with the target. Sampling is greedy by default."""
         self.target, self.prompts, self.max_new_tokens = target, prompts, max_new_tokens
         self.sampling, self.seed = sampling or Sampling(), seed
         self.plain = [self._decode(Engine(target), number).tokens for number in range(len(prompts))]

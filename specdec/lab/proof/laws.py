@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
@@ -45,6 +46,7 @@ class TableDrafter(Drafter):
         """The state at these tokens [B,W]."""
         return DraftState(torch.zeros(*tokens.shape, 1), self.vocab.select(self.logits[tokens]))
 
+    @override
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         return self.state(tokens)
 

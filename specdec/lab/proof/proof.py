@@ -32,12 +32,14 @@ class OneInAThousand:
     lossless: ClassVar[bool] = True
 
     def __init__(self, inner: Verifier, rate: float = 1e-3):
+        """Break the rule `inner` for a share `rate` of the emitted tokens."""
         self.inner, self.rate, self.owed = inner, rate, 0.0
         self.needs_q, self.chains_only = inner.needs_q, inner.chains_only
         self.likeliest_only, self.couples = inner.likeliest_only, inner.couples
         self.generator = torch.Generator().manual_seed(0)
 
     def __call__(self, tree: DraftTree, logits: Tensor, sampling: Any, noise=None) -> Verdict:
+        """Verify a tree, then replace some emitted tokens by refused drafts."""
         verdict = self.inner(tree, logits, sampling, noise)
         refused = verdict.n == 1  # the first drafts among them
         self.owed += self.rate * verdict.n.sum().item()
@@ -81,14 +83,17 @@ class Proof:
 
     @property
     def sound(self) -> bool:
+        """Whether every test passed."""
         return not self.unequal() and not self.left_behind() and not self.statistical_bugs()
 
 
 def fits(verifier: Verifier, tree: TreePolicy) -> bool:
+    """Return whether the verifier can verify trees of this policy."""
     return (tree.samples or not verifier.needs_q) and (tree.topk == 1 or not verifier.chains_only)
 
 
 def trees_for(target: LanguageModel, drafter: Drafter) -> list[TreePolicy]:
+    """Return the tree policies to test: a chain and, unless the pair takes chains only, a dynamic tree."""
     depth = drafter.deepest(5)
     chains_only = target.chains_only or drafter.chains_only
     return [Chain(depth)] if chains_only else [DynamicTree(4, depth), Chain(depth)]
@@ -147,6 +152,7 @@ def prove(
 
 
 def verdict_line(proof: Proof) -> str:
+    """Return the result of all tests in one line."""
     unequal, statistical = proof.unequal(), proof.statistical_bugs()
     if proof.sound:
         ties = sum(p.ties for *_, p in proof.equal)
@@ -218,6 +224,7 @@ def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
 
 
 def markdown(proof: Proof, conditions: str) -> str:
+    """Return the report as a Markdown page. `conditions` is a line about models and settings."""
     lines = ["# Is it lossless?", "", f"**{verdict_line(proof)}**", "", conditions, ""]
     for title, columns, rows, note in sections(proof):
         cells = [columns, ["---"] * len(columns), *rows]
@@ -226,10 +233,12 @@ def markdown(proof: Proof, conditions: str) -> str:
 
 
 def mismatches(proof: Proof) -> list[str]:
+    """Return a Markdown list item for each text that differs from plain decoding."""
     return [f"- {name}, {tree}, {how}, {mismatch}" for name, tree, how, p in proof.equal for mismatch in p.mismatches]
 
 
 def print_proof(proof: Proof) -> None:
+    """Print the report's tables and mismatches to the terminal."""
     screen = console(160)
     for title, columns, rows, note in sections(proof):
         out = Table(title=title, caption=note, title_justify="left", caption_justify="left")
@@ -245,6 +254,7 @@ def print_proof(proof: Proof) -> None:
 
 
 def as_json(proof: Proof) -> dict:
+    """Return the report as a dictionary of plain types for JSON."""
     return {
         "sound": proof.sound,
         "unequal_texts": proof.unequal(),

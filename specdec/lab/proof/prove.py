@@ -1,10 +1,12 @@
-"""Is speculative decoding lossless here? The command:  specdec prove --out proof.md
+"""Test whether speculative decoding is lossless here.
 
-It tests texts, greedy and sampled, against plain decoding, token for token; the lossless rules against exact laws; and
-sampled texts against the target's own distributions. It ends with 1 if a test failed, and with --self-test if none did.
+    specdec prove --out proof.md                              this engine with its drafters
+    specdec prove --server URL --target T                     a server that speculates
+    specdec prove --server URL --plain-server URL --target T  the same, against a plain server
 
-    specdec prove --server URL --target T                     is a server that speculates lossless?
-    specdec prove --server URL --plain-server URL --target T  compared with a server that does not speculate
+The tests compare texts, greedy and sampled, with plain decoding, token for token; the lossless rules with exact laws;
+and sampled texts with the target's own distributions. The exit code is 1 if a test failed, and with --self-test if none
+did.
 """
 
 import argparse
@@ -29,6 +31,7 @@ PROMPTS = ["What are the benefits of regular exercise?", "Write a short story ab
 
 
 def prompts_of(target, args: argparse.Namespace) -> list[list[int]]:
+    """Return the token ids of the first `--limit` prompts of the file, or of the built-in prompts."""
     questions = read_prompts(args.prompts) if args.prompts else PROMPTS
     return [encode_prompt(target, question) for question in questions[: args.limit]]
 
@@ -54,6 +57,7 @@ def prove_server(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `specdec prove`. Exits with 1 if a test failed, and with `--self-test` if none did."""
     ranks.share_output(args, "out")
     if args.server is not None:
         prove_server(args)

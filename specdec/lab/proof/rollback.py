@@ -43,6 +43,7 @@ class RollbackProof:
 
     @property
     def bugs(self) -> int:
+        """The number of faulty cases: the largest of `states`, `logits` and `astray`."""
         return max(self.states, self.logits, self.astray)
 
 
@@ -72,8 +73,9 @@ class Script:
 
 
 def script(prompts: list[list[int]], drafts: int, accepted: int, vocab: int, seed: int) -> Script:
-    """Verify, accept a part; a step without drafts; verify and accept a part again. Row r accepts r drafts more than
-    `accepted`, and never all.
+    """Return three rounds for rows of a rollback test: drafts, none, and drafts again.
+
+    Row r accepts (`accepted` + r) modulo `drafts` of its drafts in the first and the last round, so never all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     taken = (torch.arange(len(prompts)) + accepted) % drafts
@@ -109,11 +111,15 @@ def play(target, acts: Script) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
 def prove_rollback(
     target: LanguageModel, prompts: Sequence[list[int]], *, drafts: int = DRAFTS, together: bool = True, seed: int = 0
 ) -> RollbackProof:
-    """Try every number of accepted drafts, 0 to drafts - 1, on prompts of token ids. together: in one ragged batch, and
-    not one by one.
+    """Verify drafts and accept part of them, for every number of accepted drafts from 0 to `drafts` - 1.
 
-    target: anything with `forward` and `new_cache` as `Target` has them, whose cache has `advance`, `commit` and
-    `committed`.
+    Args:
+        target: A model with `forward` and `new_cache` like `Target`'s. Its cache has `advance`, `commit` and
+            `committed`.
+        prompts: Token ids; the last `LONGEST` of each prompt are used.
+        drafts: Drafted tokens per round.
+        together: Decode all prompts in one ragged batch, not one by one.
+        seed: Seed of the drafted tokens.
     """
     prompts, proof = [prompt[-LONGEST:] for prompt in prompts], RollbackProof()
     for group in [prompts] if together else [[prompt] for prompt in prompts]:

@@ -29,6 +29,7 @@ class ServerProof(ComparedTexts):
     drift: float | None = None  # largest difference of a log-probability along equal text; None: none were returned
 
     def verdict(self) -> str:
+        """Return the result in one sentence."""
         summary = f"{self.same} of {self.texts} texts equal ({self.tokens} tokens)"
         ties = f"; {self.ties} differ at a numerical tie" if self.ties else ""
         if self.bugs:
@@ -150,6 +151,7 @@ def page(proof: ServerProof) -> str:
 
 
 def print_page(proof: ServerProof) -> None:
+    """Print the report's table, mismatches and result to the terminal."""
     drift = "" if proof.drift is None else f"{proof.drift:.1e}"
     table = Table("server", "reference", "texts", "equal", "ties", "bugs", "drift")
     counts = proof.texts, proof.same, proof.ties, proof.bugs
@@ -158,6 +160,7 @@ def print_page(proof: ServerProof) -> None:
 
 
 def as_json(proof: ServerProof) -> dict:
+    """Return the report as a dictionary of plain types for JSON."""
     summary, counts = asdict(proof), {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
     del summary["mismatches"]
     return summary | counts | {"differences": [asdict(m) | {"tie": m.tie} for m in proof.mismatches]}

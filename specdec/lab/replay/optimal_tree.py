@@ -24,6 +24,7 @@ from specdec.trees.record import answers_to, record
 
 
 def show(along: AlongTexts) -> None:
+    """Print the conditional acceptance by depth and by rank of the child."""
     what = "conditional acceptance, of the places that reached a depth, by the child's rank 1, 2, ..."
     print(f"temperature {along.temperature:g}: {what}")
     for depth, row in enumerate(along.table(), 1):
@@ -31,6 +32,7 @@ def show(along: AlongTexts) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `specdec tune tree`. Raises ValueError if no drafted token was measured."""
     stored = resolve(args.draft) / FILE if args.keep else None
     if stored is not None:
         check_writable(stored)

@@ -25,6 +25,8 @@ TURN_BREAK = "\n\n"  # between an answer and the next turn where there is no cha
 
 @dataclass(frozen=True)
 class Question:
+    """A benchmark question of one or more turns."""
+
     id: str
     category: str | None
     turns: tuple[str, ...]  # what the user says, one after the other
@@ -33,6 +35,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Benchmark:
+    """The questions of a benchmark."""
+
     name: str
     questions: list[Question]
     skipped: int = 0  # records that could not be used
@@ -182,10 +186,12 @@ class Dialogue:
 
     @property
     def asked(self) -> int:
+        """The number of turns asked so far."""
         return sum(m["role"] == "user" for m in self.messages)
 
     @property
     def over(self) -> bool:
+        """Whether every turn has been asked."""
         return self.asked == len(self.question.turns)
 
 

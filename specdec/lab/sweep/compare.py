@@ -145,6 +145,7 @@ def decode_in_turn(
 
 
 def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool = True) -> Score:
+    """Return a drafter's figures from its tally and from plain decoding's. greedy: whether decoding was greedy."""
     traces = [row.trace for row in tally.rows]
     rounds = max(sum(trace.rounds for trace in traces), 1)
     times, interval = ratio(tally, plain)

@@ -1,9 +1,10 @@
-"""Compare drafters on the same target, prompts and settings:  specdec compare --prompts questions.jsonl
+"""Compare drafters on the same target, prompts and settings.
+
+    specdec compare --prompts questions.jsonl
 
 Every prompt is decoded plainly and with each drafter of --draft, or entry of conf/compare.yaml, in turn. With --with
-transformers,ctranslate2,llama.cpp, other engines decode too. Prints a table and
-a summary in words, writes table.csv, chart.png and result.json under `out`; the last line is one JSON object. `--cfg
-job` prints every setting.
+transformers,ctranslate2,llama.cpp, other engines decode too. Prints a table and a summary in words, writes table.csv,
+chart.png and result.json under `out`; the last line is one JSON object. `--cfg job` prints every setting.
 """
 
 import json
@@ -37,8 +38,11 @@ ENGINE_PROMPT = 64  # tokens of the prompts that other engines decode
 
 
 def entries_of(settings: dict) -> dict:
-    """Return what is compared: `draft`, or else `entries`. Another target than the demo's has its own bundled drafters
-    and n-grams instead of the demo's entries. Raises ValueError if none is bundled for it."""
+    """Return what is compared: `draft`, or else `entries`.
+
+    The default entries are drafters of the demo's target. Another target gets its own bundled drafters and n-grams
+    instead. Raises ValueError if none is bundled for it.
+    """
     if not isinstance(settings["entries"], dict):
         raise ValueError(f"entries must map names to drafters, got {settings['entries']!r:.60}")
     if settings["draft"]:
@@ -51,8 +55,11 @@ def entries_of(settings: dict) -> dict:
 
 
 def contenders_of(settings: dict, target, entry: object) -> dict:
-    """Return how to make the other engines of `with`, plain decoding, and the first drafter. Raises ValueError for an
-    engine that does not exist."""
+    """Return how to make plain decoding, the first drafter and the other engines of `with`.
+
+    Raises:
+        ValueError: If there is no such engine.
+    """
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
     contenders = ["plain", "speculative", *engines]
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
@@ -63,8 +70,7 @@ def contenders_of(settings: dict, target, entry: object) -> dict:
 
 
 def with_engines(made: dict, settings: dict, target, prompts: list[str]) -> list[dict]:
-    """Decode with the contenders by the benchmark of `specdec lab bench`: prompts of `ENGINE_PROMPT` tokens, greedy.
-    Returns its rows."""
+    """Decode greedily with the contenders, on prompts of `ENGINE_PROMPT` tokens, and return the benchmark's rows."""
     texts = text_prompts([encode_prompt(target, text, settings["raw"]) for text in prompts], 1)
     how: dict[str, Any] = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
     bench = Bench(target, made, texts, bandwidth(target.device), **how, progress=partial(print, file=sys.stderr))
@@ -83,6 +89,7 @@ def engines_in_words(rows: list[dict], drafter: str) -> str:
 
 
 def run(config: DictConfig) -> None:
+    """Run `specdec compare`. Raises ValueError without prompts, or with fewer than two new tokens."""
     if not config.prompts:
         raise ValueError(
             "no prompts: give --prompts FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"

@@ -64,8 +64,10 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Say which drafter is fastest, whether it pays, which others are not significantly slower, and whether texts
-        are the target's. Intervals are of 95 %, over prompts; a ratio whose interval holds 1 is no difference.
+        """The result in sentences: which drafter is fastest, whether it pays, and whether texts are the target's.
+
+        It also names the drafters that are not significantly slower. Intervals are of 95 % over prompts; a ratio whose
+        interval contains 1 is no significant difference.
         """
         best = max(self.scores, key=lambda s: s.ratio_to_plain)
         large = any(s.num_draft_tokens > SMALL for s in self.scores)
@@ -108,6 +110,7 @@ class Comparison:
         return shown
 
     def __str__(self) -> str:
+        """Return the table and the result in sentences."""
         return f"{self._recorded().export_text().rstrip()}\n{self.verdict}"
 
     __repr__ = __str__
@@ -246,8 +249,10 @@ def compare(
 
 
 def named(drafts: str | Drafter | abc.Sequence | Mapping) -> dict[str, object]:
-    """Entries by name. Those of a list are called as they say, or by the end of their path (`short_name`); if two would
-    be called the same, by their whole path.
+    """Return the drafter entries by name.
+
+    An entry of a list gets the name that it gives, else the end of its path (`short_name`), or its full path if that is
+    not unique. Raises ValueError if there is no entry, or if two names are still the same.
     """
     if isinstance(drafts, Mapping) and "draft" not in drafts:
         found = dict(drafts)

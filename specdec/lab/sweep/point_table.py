@@ -26,6 +26,7 @@ def decoded(group: list[dict]) -> list[dict]:
 
 
 def title_of(group: list[dict]) -> str:
+    """Return a group's title: benchmark, target and temperature."""
     names, sampling = group[0]["names"], group[0]["settings"]["sampling"]
     temperature = sampling.get("temperature", 0)
     how = f"temperature {temperature:g}" if temperature else "greedy"
@@ -33,6 +34,7 @@ def title_of(group: list[dict]) -> str:
 
 
 def conditions_of(group: list[dict]) -> str:
+    """Return a group's settings in one sentence."""
     names, s = group[0]["names"], group[0]["settings"]
     sampling = Sampling(**s["sampling"])  # what older results do not have was off
     shown = [name for name in FILTERS if not sampling.active.isdisjoint(FILTERS)]  # all, if one is on
@@ -92,6 +94,7 @@ def _cells(r: dict, timing: dict, base: float | None) -> list[str]:
 
 
 def print_tables(results: list[dict], timings: dict[str, dict]) -> None:
+    """Print a table and its notes for each group of points."""
     screen = console(160)
     for group in groups(results):
         table = Table(title=f"{title_of(group)}: {conditions_of(group)}")

@@ -57,6 +57,7 @@ class Draft:
         return {"weights": weights, "token_map": token_map, "feedback": self.feedback}
 
     def load(self, target: LanguageModel) -> Drafter:
+        """Load the drafter for this target."""
         return load_drafter(self.path, target, token_map=self.token_map, feedback=self.feedback)
 
 
@@ -72,6 +73,7 @@ class SweepPoint:
     key: str = field(init=False)  # of kind and settings
 
     def __post_init__(self) -> None:
+        """Set `key` to a digest of kind and settings."""
         described = json.dumps({"kind": self.kind} | self.settings, sort_keys=True)
         self.key = hashlib.sha256(described.encode()).hexdigest()[:16]
 

@@ -26,14 +26,17 @@ RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
 
 
 def point_folder(out: Path, key: str) -> Path:
+    """Return the folder of the point with this key."""
     return out / "points" / key
 
 
 def done(out: Path, point: SweepPoint) -> bool:
+    """Return whether the point's result has been written."""
     return (point_folder(out, point.key) / RESULT).is_file()
 
 
 def write_point(out: Path, point: SweepPoint, found: dict, took: dict, recorder: Recorder | None = None) -> None:
+    """Write a point's folder whole or not at all: its result `found`, its times `took` and the recorder's trace."""
     head = {"kind": point.kind, "key": point.key, "names": point.names, "settings": point.settings}
 
     def fill(staging: Path) -> None:
@@ -146,9 +149,7 @@ def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
 
 
 def tree_name(r: dict) -> str:
-    """Return topk/steps/num_draft_tokens of a dynamic tree, the same after 'block' for a tree over a block, or 'chain'
-    and its steps.
-    """
+    """Return a tree's name: 'chain STEPS', or 'TOPK/STEPS/NUM_DRAFT_TOKENS', after 'block ' for a block drafter."""
     tree = r["settings"]["tree"]
     if tree["topk"] == 1:
         return f"chain {tree['steps']}"

@@ -58,6 +58,7 @@ class Sweep:
     traces: bool = True
 
     def __post_init__(self) -> None:
+        """Collect the settings that all points share. Raises ValueError for a number below 1."""
         for name in ("max_new_tokens", "batch_size", "resamples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -109,11 +110,13 @@ class Sweep:
     def run(
         self, points: list[SweepPoint], progress: Callable[[SweepPoint, str], None] = lambda point, what: None
     ) -> None:
-        """Measure the points that are missing. progress: called with every point and 'reused', 'skipped: why' or
-        'measured'.
+        """Measure the points that have no result yet.
 
-        A tree that cannot be, or that the drafter cannot draft, is no error: the point's result says that it was
-        skipped, and why.
+        If a tree cannot be built, or the drafter cannot draft it, the point's result is 'skipped' with the reason.
+
+        Args:
+            points: The points in the order of measurement.
+            progress: Called with each point and 'reused', 'skipped: REASON' or 'measured'.
         """
         loaded, drafter = None, None
         for point in points:
@@ -136,6 +139,7 @@ class Sweep:
         return "measured"
 
     def engine(self, point: SweepPoint, drafter: Drafter | None) -> Engine:
+        """Return the engine that decodes a point. Raises ValueError if its tree cannot be drafted."""
         if point.draft is None:
             return Engine(self.target)
         if point.kind == "best_tree":
@@ -212,9 +216,7 @@ class Sweep:
         return {"norms": probe.norms(), "entropy": probe.entropy()}
 
     def _best_tree(self, point: SweepPoint, engine: Engine) -> None:
-        """Measure acceptance by depth and rank along plain answers to some of the questions, and find the trees that
-        make the most of it.
-        """
+        """Measure acceptance by depth and rank along plain answers to some questions, and find the best trees."""
         wanted: dict[str, Any] = point.settings["best_tree"]
         drafter: Any = engine.drafter
         chosen = self._some(wanted["questions"])

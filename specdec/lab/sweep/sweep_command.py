@@ -1,4 +1,6 @@
-"""Drafters and trees on a benchmark (Hydra):  specdec sweep --prompts mt_bench --draft DRAFT --topk 1,4
+"""Measure drafters and trees on a benchmark.
+
+    specdec sweep --prompts mt_bench --draft DRAFT --topk 1,4
 
 Writes points/, results.jsonl, timings.jsonl, report.html and figures/ under `out`; the last line is one JSON object.
 The same command continues an interrupted sweep. `--cfg job` prints every setting; docs/sweeps.md has the details.
@@ -30,6 +32,7 @@ from specdec.trees.spec import grid
 
 
 def as_list(value) -> list:
+    """Return a list as it is, and any other value as a list of one."""
     return list(value) if isinstance(value, list) else [value]
 
 
@@ -74,6 +77,7 @@ def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, in
 
 
 def run(config: DictConfig) -> None:
+    """Run `specdec sweep`."""
     settings: Any = OmegaConf.to_container(config, resolve=True)
     settings["draft"] = draft_for(settings["target"]["path"], settings["draft"])
     out = Path(config.out)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.contracts import Drafter, DraftState
 from specdec.engine.recorder import TracedRound, TracedRow
@@ -89,12 +90,14 @@ def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: i
 
 
 def examples(rows: Rows, decode: Callable[[int], str]) -> list[dict]:
-    """Up to three trees to look at: of the rounds that drafted the first one that accepted the most tokens, the first
-    that accepted the median number, and the first that accepted none.
+    """Return up to three example rounds: the first with the most, the median and no accepted tokens.
 
-    Returns [{"question", "context", "tokens", "parents", "draft", "target", "path", "bonus"}]. draft and target hold
-    each token's probability given its parent, under the drafter (None if the policy does not give it) and under the
-    target. bonus is the text of the token after the path, None if the text ended before.
+    Only rounds with drafted tokens count.
+
+    Returns:
+        Dictionaries with "question", "context", "tokens", "parents", "draft", "target", "path" and "bonus". "draft" and
+            "target" hold each token's probability given its parent, under the drafter (None if the policy does not give
+            it) and under the target. "bonus" is the text of the token after the path, None if the text ended before.
     """
     found = [(row, r) for row in rows for r in row.rounds if r.drafted]
     counts = sorted(r.accepted for _, r in found)
@@ -130,15 +133,18 @@ class Probe(WrappedDrafter):
     """
 
     def __init__(self, drafter: Drafter):
+        """Draft with `drafter` and record nothing yet."""
         super().__init__(drafter)
         self.hidden: dict[int, list[Tensor]] = {}  # norms by step; step 0 is the state from the target's own features
         self.target: list[tuple[float, bool]] = []  # (entropy of the target, was a child accepted?) of examined places
         self.draft: list[tuple[float, bool]] = []  # (entropy of the drafter, was a child accepted?) of roots
         self._root, self._next = math.nan, math.nan  # entropy of the drafter at this round's root and at the next one
 
+    @override
     def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
         return self._root_state(super().admit(row, first, feats, tokens, n))
 
+    @override
     def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
         return self._root_state(super().extend(feats, tokens, n, max_len))
 
@@ -147,12 +153,14 @@ class Probe(WrappedDrafter):
         self._note(0, state)
         return state
 
+    @override
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         state = super().step(tokens, hidden, level, ancestors)
         self._note(level, state)
         return state
 
     def __call__(self, report: RoundReport) -> None:
+        """Record the target's and the drafter's entropies in a round. Raises ValueError for more than one row."""
         if report.tree is None:
             return
         if len(report.rows) != 1:
@@ -172,10 +180,13 @@ class Probe(WrappedDrafter):
             self.hidden.setdefault(step, []).append(state.hidden[0].float().norm(dim=-1).flatten().cpu())
 
     def norms(self) -> list[dict]:
-        """Norms of the hidden state by draft step. A state that grows or shrinks with every step leaves the range that
-        training knew.
+        """Return norms of the hidden state by draft step.
 
-        Returns [{"step", "mean", "low", "high", "count"}], where low and high are the 10th and the 90th percentile.
+        A state that grows or shrinks with every step leaves the range seen in training.
+
+        Returns:
+            Dictionaries with "step", "mean", "low", "high" and "count"; low and high are the 10th and the 90th
+                percentile.
         """
         out = []
         for step, parts in sorted(self.hidden.items()):
@@ -185,10 +196,14 @@ class Probe(WrappedDrafter):
         return out
 
     def entropy(self) -> dict[str, list[dict]]:
-        """The share accepted by entropy in nats, at temperature 1: by that of the target where it chose the next token,
-        and by that of the drafter at the root.
+        """Return the acceptance rate by entropy in nats at temperature 1.
 
-        Returns {"target": bins, "draft": bins} with bins [{"entropy", "accepted", "count"}], empty ones left out.
+        The target's entropy is that at each position where the target chose the next token, the drafter's that at the
+        root.
+
+        Returns:
+            Lists of bins for "target" and "draft". A bin has "entropy", "accepted" and "count"; empty bins are left
+                out.
         """
         return {name: _binned("entropy", getattr(self, name), NATS) for name in ("target", "draft")}
 

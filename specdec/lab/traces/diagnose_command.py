@@ -1,4 +1,6 @@
-"""Why acceptance is low, in words:  specdec trace diagnose TRACE --target TARGET --draft DRAFT
+"""Explain in words why acceptance is low.
+
+    specdec trace diagnose TRACE --target TARGET --draft DRAFT
 
 Reads a trace of `specdec generate --trace`: acceptance by depth and context, the draft vocabulary, and whether the
 drafter's probabilities are right. Then tests whether the checkpoint drafts better when it is read another way, as
@@ -61,6 +63,7 @@ def causes(rows: Rows, drafter: Drafter, decode: Callable[[int], str]) -> list[s
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `specdec trace diagnose`."""
     rows = [row for folder in args.traces for row in read_trace(folder).rows]
     models = read_flags(ModelSettings, args)
     target = models.load_target()

@@ -42,8 +42,9 @@ def tau(rows: Rows) -> float:
 
 @metric
 def tau_macro(rows: Rows) -> float:
-    """The mean over rows of each row's `tau`: short answers weigh as much as long ones. Rows without a round are left
-    out.
+    """Return the mean over rows of each row's `tau`, so short answers weigh as much as long ones.
+
+    Rows without a round are left out.
     """
     return _mean([traces.tau([row.trace]) for row in rows if row.rounds])
 
@@ -61,18 +62,18 @@ def eagle_tau(rows: Rows) -> float:
 
 @metric
 def hass_tau(rows: Rows) -> float:
-    """The mean over rows of 1 + mean(a): HASS (arXiv 2408.15766) averages each question first. Rows without a round are
-    left out.
+    """Return the mean over rows of 1 + mean(a). HASS averages each question first (arXiv 2408.15766).
+
+    Rows without a round are left out.
     """
     return _mean([1 + sum(row.trace.accepted) / row.trace.rounds for row in rows if row.rounds])
 
 
 @metric
 def vllm_mean_acceptance_length(rows: Rows) -> float:
-    """1 + sum(a) / drafts, where a draft is a round in which something was drafted; tokens after the end of the text
-    count.
+    """Return 1 + sum(a) / drafts, where a draft is a round with drafted tokens.
 
-    vLLM, `vllm/v1/spec_decode/metrics.py`.
+    Tokens after the end of the text count. vLLM, `vllm/v1/spec_decode/metrics.py`.
     """
     drafts = sum(row.drafting.rounds for row in rows)
     return 1 + _share(sum(sum(row.drafting.accepted) for row in rows), drafts)
@@ -80,27 +81,30 @@ def vllm_mean_acceptance_length(rows: Rows) -> float:
 
 @metric
 def sglang_accept_length(rows: Rows) -> float:
-    """Tokens of the answers / rounds. The prefill's token is one of them, though no round made it: short answers score
-    higher.
+    """Return the answers' tokens per round.
 
-    `completion_tokens / spec_verify_ct` of SGLang's meta info (sgl-project/SpecForge `benchmarks/benchmarker/utils.py`,
-    which calls an answer without a round 1).
+    The prefill's token counts although no round made it, so short answers score higher. This is `completion_tokens /
+    spec_verify_ct` of SGLang's meta info (sgl-project/SpecForge `benchmarks/benchmarker/utils.py`, which calls an
+    answer without a round 1).
     """
     return _share(len(rows) + sum(sum(row.trace.emitted) for row in rows), rounds_of(rows))
 
 
 @metric
 def mtp_acceptance_rate(rows: Rows) -> float:
-    """sum(a) / drafted tokens, without the bonus: what model cards of targets with multi-token prediction give. Of
-    chains only; with one head it is the first of `vllm_per_position_rates`, DeepSeek-V3's rate of the second token.
+    """Return sum(a) / drafted tokens, without the bonus, for chains only.
+
+    Model cards of targets with multi-token prediction give this rate. With one head it is the first of
+    `vllm_per_position_rates`, DeepSeek-V3's acceptance rate of the second token. NaN if a tree is no chain.
     """
     return draft_token_efficiency(rows) if all(row.chains for row in rows) else math.nan
 
 
 @metric
 def draft_token_efficiency(rows: Rows) -> float:
-    """sum(a) / sum(N - 1): which share of the nodes that the target verified was accepted. vLLM's draft acceptance rate
-    (`vllm/v1/spec_decode/metrics.py`), there of chains.
+    """Return sum(a) / sum(N - 1), the share of drafted nodes that the target accepted.
+
+    For chains it is vLLM's draft acceptance rate (`vllm/v1/spec_decode/metrics.py`).
     """
     return _share(sum(sum(row.trace.accepted) for row in rows), sum(sum(row.drafted) for row in rows))
 
@@ -113,8 +117,10 @@ def undrafted_share(rows: Rows) -> float:
 
 @metric
 def experts_per_verification(rows: Rows) -> float:
-    """Of a target with experts: how many distinct ones the nodes of a round asked in a layer, all rows of the batch
-    together; the mean over layers and rounds. Each is read from memory once, so this is what a tree costs there.
+    """Return the mean number of distinct experts that a layer uses in a round, over layers and rounds.
+
+    All rows of the batch count together. Each expert is read from memory once, so this is what a tree costs in a target
+    with experts.
     """
     return _mean([r.experts for row in rows for r in row.rounds if r.experts is not None])
 
@@ -139,10 +145,10 @@ def vllm_per_position_rates(rows: Rows) -> list[float]:
 
 @metric
 def n_alpha(rows: Rows) -> list[float]:
-    """For n = 0..D-1 the share of drafted tokens accepted among those that were examined, i.e. all before them were
-    accepted, and that were drafted from n features of the drafter's own. Of chains only.
+    """Return, for n = 0..D-1, the acceptance rate of tokens drafted from n of the drafter's own features.
 
-    EAGLE (arXiv 2401.15077; SafeAILab/EAGLE `eagle/model/utils_alpha.py`).
+    A token counts if it was examined, that is, if all tokens before it were accepted. NaN if a tree is no chain. EAGLE
+    (arXiv 2401.15077; SafeAILab/EAGLE `eagle/model/utils_alpha.py`).
     """
     if not all(row.chains for row in rows):
         return [math.nan] * _steps(rows)

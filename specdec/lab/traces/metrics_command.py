@@ -1,4 +1,4 @@
-"""Every metric of one trace or more:  specdec trace metrics TRACE ..."""
+"""Print every metric of one or more traces."""
 
 import argparse
 import json
@@ -39,6 +39,7 @@ def _cell(entry: dict[str, float | None]) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Run `specdec trace metrics`."""
     how = {"level": args.level, "resamples": args.resamples, "seed": args.seed}
     summaries = {str(folder): summary(read_trace(folder).rows, **how) for folder in args.traces}
     if args.json:

@@ -25,6 +25,7 @@ class Draft:
 
     @property
     def nodes(self) -> int:
+        """Number of nodes of the trees, N."""
         return self.edges.shape[1]
 
 
@@ -76,8 +77,10 @@ class Policy:
         """Report that rounds of this size have been compiled, so their time changes from now on."""
 
     def joined(self, rows: int, seconds: float | None) -> None:
-        """Report that sequences have joined, and how many seconds the drafter took to absorb their prompts. None: the
-        drafter has not absorbed them yet."""
+        """Report that sequences have joined the batch.
+
+        seconds: the time in which the drafter absorbed their prompts; None if the drafter has not absorbed them yet.
+        """
 
 
 class Fixed(Policy):
@@ -90,4 +93,5 @@ class Fixed(Policy):
         self.levels = levels
 
     def plan(self, rows: int) -> int:
+        """Return the same number of levels for any number of rows."""
         return self.levels

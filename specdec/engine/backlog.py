@@ -33,8 +33,10 @@ class Part:
     open: bool = False  # the next round has the same rows
 
     def index(self, place_of: dict[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return, for the rows that are still in the batch, their places in the batch and in this part, and how many
-        of their positions count. Those that count come first: once a row has ended, none of its positions counts."""
+        """Return, for the rows still in the batch, places in the batch and in this part, and numbers of positions.
+
+        The positions that count come first: once a row has ended, none of its positions counts.
+        """
         first, *others = [positions.n for positions in self.rounds]
         counts = sum(others, first)
         here = [row for row, id_ in enumerate(self.ids) if id_ in place_of]
@@ -50,10 +52,13 @@ class Part:
 
 
 class Backlog:
-    """Committed positions that the drafter has not absorbed. Rows have ids that never change, so parts stay as they
-    are when rows leave or move."""
+    """Committed positions that the drafter has not absorbed.
+
+    Rows have ids that never change, so parts stay as they are when rows leave or move.
+    """
 
     def __init__(self, rows: int):
+        """Begin without positions, for a batch of this many rows."""
         self.ids, self.count = list(range(rows)), rows  # ids: of the batch's rows; count: of the ids in use so far
         self.parts: list[Part] = []
 
@@ -115,7 +120,8 @@ class Backlog:
     def absorb(self, drafter: Drafter, state: DraftState, max_len: int) -> DraftState:
         """Let the drafter absorb all positions, ABSORBED at a time. Return each row's state after its last position.
 
-        Rows of the state without an id hold no sequence."""
+        Rows of the state without an id hold no sequence.
+        """
         if not self.parts:
             return state
         self.ids = self.ids + self._new(len(state.hidden) - len(self.ids))

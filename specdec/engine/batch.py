@@ -55,14 +55,13 @@ class Batch:
         abstain: bool = True,
         adaptive: Policy | None = None,
     ):
-        """Make room for `rows` sequences of up to `room` tokens.
+        """Allocate `rows` rows of up to `room` tokens each, for rounds that `executor` runs and `clock` times.
 
-        Args:
-            widths: numbers of rows that rounds may have, ascending, the last is `rows`; None for any number.
-            overlap: a round starts before the last one is read, so the device ends rows by itself.
-            compact: drop rows that have ended. Rounds of given widths drop them as soon as a smaller width fits.
-            abstain: draft no more levels than the drafter has something to propose for.
-            adaptive: chooses the trees of rounds.
+        widths: numbers of rows that rounds may have, ascending, the last is `rows`; None for any number.
+        overlap: a round starts before the last one is read, so the device ends rows by itself.
+        compact: drop rows that have ended. Rounds of given widths drop them as soon as a smaller width fits.
+        abstain: draft no more levels than the drafter has something to propose for.
+        adaptive: chooses the trees of rounds.
         """
         self.round, self.rows, self.room = round_, rows, room
         self.executor, self.widths, self.buckets = executor, widths, buckets(room)
@@ -180,8 +179,12 @@ class Batch:
     # Rounds
 
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundReport:
-        """Start the next round. No sequence that still decodes has committed more than `max_len` tokens. `ended`: the
-        ended sequences that the decision to drop rows may use."""
+        """Start the next round.
+
+        Args:
+            max_len: At least the committed length of every sequence that still decodes.
+            ended: The ended sequences that the decision to drop rows may use.
+        """
         self.tensors.bound(max_len)
         if ended:
             self._shed([s in ended or s.finish == VACANT for s in self.sequences])
@@ -241,10 +244,9 @@ class Batch:
     ) -> Callable[[int], RoundReport]:
         """Return a round as a function of a bound of the committed length.
 
-        Args:
-            planned: levels that an adaptive policy has chosen.
-            most: levels of the tree, 0 for a plain round; None for all.
-            proposed: [B] levels for which the drafter has something to propose.
+        planned: levels that an adaptive policy has chosen.
+        most: levels of the tree, 0 for a plain round; None for all.
+        proposed: [B] levels for which the drafter has something to propose.
         """
         tensors, reads = self.tensors, self.reads
         # Without a mask a single row's only position would take `max_len` for the exact length.

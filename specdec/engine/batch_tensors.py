@@ -132,8 +132,10 @@ class BatchTensors:
         self.active &= self._column([s.finish is None for s in sequences])
 
     def settle(self, eos: Tensor, tokens: Tensor, n: Tensor) -> None:
-        """Update the progress after a round that emitted the first n [W] of tokens [W,P], by the rule of
-        `Sequence.add`. Changes `active` and `left` in place. eos: as in `RoundSettings`."""
+        """Update `active` and `left` in place after a round that emitted the first n [W] of tokens [W,P].
+
+        The rule is that of `Sequence.add`. eos: as in `RoundSettings`.
+        """
         emitted = torch.where(self.active, n.minimum(self.left), 0)
         place = torch.arange(tokens.shape[1], device=tokens.device)
         ends = (tokens[..., None] == eos[:, None]).any(-1) & (place < emitted[:, None])
@@ -192,8 +194,10 @@ def _refill(old: Any, new: Any) -> None:
 def settings_for(
     round_: Round, sequences: abc.Sequence[Sequence], clock: Clock | SilentClock, table: bool
 ) -> RoundSettings:
-    """Return the settings of rounds with these rows, as the host knows their texts. table: the sampling of rows that
-    draw is a table, also if all rows have the same."""
+    """Return the settings of rounds with these rows, whose texts are as the host knows them.
+
+    table: the sampling of rows that draw is a table, also if all rows have the same.
+    """
     device, penalties, steps, width = round_.target.device, None, None, len(round_.target.eos)
     samplings, most = [s.sampling for s in sequences], round_.path - 1
     if any(sampling.penalised for sampling in samplings):

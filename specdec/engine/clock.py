@@ -18,6 +18,7 @@ class Clock:
     """
 
     def __init__(self, device: torch.device):
+        """Start the clock for work on this device."""
         self.cuda = device.type == "cuda"
         self.marks: list[tuple[str, Any]] = []  # times, or events of a GPU
         self.folded: dict[str, float] = defaultdict(float)  # seconds by part of the marks that are gone
@@ -26,6 +27,7 @@ class Clock:
 
     @property
     def position(self) -> int:
+        """Number of marks so far."""
         return self.gone + len(self.marks)
 
     def mark(self, part: str) -> None:
@@ -66,4 +68,4 @@ class SilentClock:
     """A clock without marks, for captured rounds: a replay does not run a mark."""
 
     def mark(self, part: str) -> None:
-        pass
+        """Do nothing."""

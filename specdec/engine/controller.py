@@ -38,6 +38,7 @@ class Controller:
     """Asks a policy about the rounds of one batch."""
 
     def __init__(self, policy: Policy, drafter: Any):
+        """Let a policy choose the trees of the rounds for which this drafter drafts."""
         self.policy, self.drafter = policy, drafter
         # Whether plain rounds leave their positions for later. Such a drafter stores nothing of positions but a cache.
         # Other drafters absorb a position at little cost.
@@ -49,8 +50,10 @@ class Controller:
         self.like: DraftState | None = None  # a state of the drafter without rows, for its shape
 
     def begin(self, sequences: abc.Sequence[Sequence], state: DraftState, max_len: int) -> tuple[int, DraftState]:
-        """Return the number of levels to draft in the next round of these rows, and the drafter's state. If there are
-        levels, the drafter absorbs the backlog. max_len: as for `Drafter.extend`."""
+        """Return the number of levels to draft in the next round of these rows, and the drafter's state.
+
+        If there are levels, the drafter absorbs the backlog. max_len: as for `Drafter.extend`.
+        """
         live = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
         levels = self.policy.plan(len(live))
         if any(sequences[i].steps is not None for i in live):

@@ -67,6 +67,7 @@ class Engine:
         adaptive: Policy | None = None,
         prefixes: int = 0,
     ):
+        """Check that the parts fit together, and prepare rounds. Raises ValueError if the parts do not fit."""
         check_parts(target, drafter, policy, verifier)
         self.round = Round(target, drafter, policy, verifier, children)
         self.target, self.drafter, self.verifier = target, drafter, verifier
@@ -89,6 +90,7 @@ class Engine:
         self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
     def __repr__(self) -> str:
+        """Return the names of target, drafter and tree."""
         parts = (self.drafter, str(self.policy)) if self.drafter else ()
         return f"Engine({', '.join(map(repr, (self.target, *parts)))})"
 
@@ -97,9 +99,11 @@ class Engine:
         """Allocate `rows` rows of up to `room` tokens, prompt included, and drop all sequences.
 
         Args:
+            rows: Number of sequences that decode at once.
+            room: Tokens of a row, cut to the target's context.
             seed: The n-th added sequence has the seed (seed, n), unless it has its own.
             reads: The fields of a step's report that are read.
-            part: Tokens of a prompt per prefill step, with rounds between the steps; 0 for whole prompts.
+            part: Tokens of a prompt per prefill step; 0: all. Rounds run between the steps. Only the last reports rows.
         """
         if min(rows, room) < 1:
             raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
@@ -125,7 +129,8 @@ class Engine:
         """Queue a sequence until a row is free. It ends at the latest with the reserved room. See `generate`.
 
         `steps` limits the levels of the draft tree that count for it. `top_logprobs` stores so many alternatives.
-        Raises ValueError if the prompt does not fit."""
+        Raises ValueError if the prompt does not fit.
+        """
         if self.loop is None:
             raise ValueError("nothing is reserved: call Engine.reserve first")
         eos, config = self.target.eos if eos is None else eos, self.target.config
@@ -166,9 +171,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> RoundReport | None:
-        """Prefill waiting sequences if rows are free, else run a round. Return None if nothing is left to do.
-
-        A long prompt may take several steps (`reserve`); all but the last report no rows."""
+        """Prefill waiting sequences if rows are free, else run a round. Return None if nothing is left to do."""
         report = self._step()
         if report is None and self.loop is not None:
             self.loop.rest()
@@ -221,6 +224,8 @@ class Engine:
 
         Args:
             prompts: Token ids per row. Rows may differ in all arguments that accept a list.
+            max_new_tokens: Tokens to emit at most.
+            sampling: Temperature, filters and penalties; None for greedy decoding.
             seed: Row i has the seed (seed, i), or seed[i] of a list. Draws of a row depend only on its seed.
             eos: Ids that end a row and belong to it; the target's by default.
             stop: Stop condition per row.

@@ -25,9 +25,11 @@ class Executor(Protocol):
         """Release what is shared by all captured rounds, none of which will be replayed again."""
 
     def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
-        """Return a function that does what `run` does with this bound of the committed length, or, with `any_bound`,
-        with any bound up to it, and returns what `run` returned. preserved: all tensors that `run` changes and that
-        outlive it; a capture leaves them as they are."""
+        """Return a function that does and returns what `run` does, for this bound of the committed length.
+
+        With `any_bound` the function takes any bound up to this one. preserved: all tensors that `run` changes and that
+        outlive it; a capture leaves them as they are.
+        """
 
 
 class Eager:
@@ -36,9 +38,10 @@ class Eager:
     fixed, any_bound, late = False, True, False
 
     def forget(self) -> None:
-        pass
+        """Do nothing: nothing is captured."""
 
     def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+        """Return `run` itself."""
         return run
 
 
@@ -76,8 +79,10 @@ def buckets(room: int) -> list[int]:
 
 
 def bindings_of(round_: Round) -> list:
-    """Return what rounds read that does not belong to a batch: the next cache or `reset` freezes modules again, and a
-    longer cache lets position tables grow."""
+    """Return what rounds read that does not belong to a batch.
+
+    The next cache or `reset` freezes modules again, and a longer cache lets position tables grow.
+    """
     modules = [m for part in (round_.target, round_.drafter) if part is not None for m in part.modules()]
     frozen = [vars(m).get(name) for m in modules for name in ("parts", "frozen", "adds")]
     buffers = [x for m in modules for x in m.buffers(recurse=False)]

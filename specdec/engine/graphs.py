@@ -30,9 +30,11 @@ WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries find thei
 
 @cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all captures on a device, and of the runs that warm up for them. Only one captures at a time. What
-    the runs leave in torch's allocator can be taken by no other stream, so one stream for each engine would waste it;
-    torch's own default is one stream for the process, whatever the device."""
+    """Return the stream of all captures on a device, and of the runs that warm up for them.
+
+    Only one captures at a time. No other stream can use the memory that these runs leave in torch's allocator, so one
+    stream per engine would waste it. Torch's own default is one stream for the process, whatever the device.
+    """
     return torch.cuda.Stream(device)
 
 
@@ -40,10 +42,11 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 def own_workspaces() -> Iterator[None]:
     """Let cuBLAS take the workspaces of a capture from the pool of the graph.
 
-    Torch keeps a workspace for each handle and stream. A graph has its address, and does not hold it. A workspace that
-    a warm-up has made would serve all graphs captured on the stream, and torch 2.13 gives it back as soon as one of
-    them is gone, while the others write to it (pytorch issue 193402). So a capture begins without one, as in torch's
-    own `cudagraph_trees`, and frees its own workspace, so that no other capture finds it in the pool."""
+    Torch caches a workspace for each handle and stream. A graph has its address, but does not own it. A workspace that
+    a warm-up has made would serve all graphs captured on the stream. Torch 2.13 frees it as soon as one of them is
+    gone, while the others write to it (pytorch issue 193402). So a capture begins without one, as in torch's own
+    `cudagraph_trees`, and frees its own workspace, so that no other capture finds it in the pool.
+    """
     torch._C._cuda_clearCublasWorkspaces()
     try:
         yield
@@ -52,8 +55,10 @@ def own_workspaces() -> Iterator[None]:
 
 
 class CudaGraphs:
-    """The executor of CUDA graphs, all in one memory pool: they never run at the same time, and what a round leaves in
-    the pool is copied out before the next one starts."""
+    """The executor of CUDA graphs, all in one memory pool.
+
+    Graphs never run at the same time, and what a round leaves in the pool is copied out before the next one starts.
+    """
 
     fixed, any_bound, late = True, False, True
 
@@ -64,10 +69,12 @@ class CudaGraphs:
         self.forget()
 
     def forget(self) -> None:
+        """Start a new memory pool: see `Executor`."""
         # A pool whose last graph was freed cannot be captured into again.
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+        """Return the replay of a CUDA graph: see `Executor`."""
         with torch.cuda.device(self.device):
             if self.compiles:
                 run = compiled_run(run, preserved, [bound], compile_now)
@@ -85,8 +92,10 @@ class CudaGraphs:
         return partial(_replay, graph, made, run if self.compiles else None)
 
     def _warm_up(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> None:
-        """Run on the side stream, as torch requires before a capture, and undo what that changed. What it wrote into
-        caches lies after the committed slots, where it is void."""
+        """Run on the side stream, as torch requires before a capture, and undo what that changed.
+
+        What the run wrote into caches lies after the committed slots, where it is void.
+        """
         with restored(preserved):
             current = torch.cuda.current_stream()
             self.stream.wait_stream(current)
@@ -103,8 +112,10 @@ def _replay(graph: torch.cuda.CUDAGraph, made: Any, held: Any, bound: int) -> An
 
 
 def obstacle(target, drafter: Drafter | None) -> str | None:
-    """Return why rounds of these two cannot be captured, or None. Tree policies and verifiers always can: they have no
-    state and never wait for the device."""
+    """Return why rounds of this target and drafter cannot be captured, or None.
+
+    Tree policies and verifiers always can: they have no state and never wait for the device.
+    """
     for part in (target, drafter):
         if part is not None and not part.capturable:
             name = type(part).__name__
@@ -125,8 +136,9 @@ def make_graphs(
     Args:
         wanted: False for eager rounds; None for graphs on a GPU if target and drafter can be captured; True, or an
             executor, for graphs or a ValueError with the reason.
-        compiles: compile rounds, with "aside" in another process, or raise a ValueError with the reason.
-        adaptive: chooses the trees of rounds.
+        round_: The round that is captured.
+        compiles: Compile rounds, with "aside" in another process, or raise a ValueError with the reason.
+        adaptive: Policy that chooses the trees of rounds.
     """
     device, cuts = round_.target.device, adaptive is not None and adaptive.cuts
     if adaptive is not None and adaptive.cuts and (compiles or wanted):
@@ -164,17 +176,23 @@ def compiling_backend(wanted: "bool | Executor | None", round_: Round, backgroun
 
 
 class Graphs:
-    """The batch of an engine whose rounds are captured. It outlives a call, and is made again for another number of
-    rows, for longer texts than there was room for, and after weights have changed."""
+    """The batch of an engine whose rounds are captured. It outlives a call.
+
+    The batch is made again for another number of rows, for longer texts than there was room for, and after weights
+    have changed.
+    """
 
     def __init__(self, round_: Round, backend: Executor):
+        """Begin without a batch."""
         self.round, self.backend = round_, backend
         self.batch: Batch | None = None
         self.signature: tuple = ()  # as of the batch
 
     def room_for(self, widths: list[int], room: int) -> int:
         """Return the room of the present batch if it suits rows of up to `room` tokens, or else the room of a new one.
-        widths: numbers of rows that rounds are captured for, ascending."""
+
+        widths: numbers of rows that rounds are captured for, ascending.
+        """
         preserved = self.batch
         if preserved is not None:
             if preserved.widths == widths and preserved.room >= room and self.signature == self._signature():

@@ -18,6 +18,7 @@ class Reader:
     """Copies what rounds emit to the host: two sets of buffers in turn, pinned if the tensors are on a GPU."""
 
     def __init__(self, device: torch.device):
+        """Make two buffers for results of this device, which are used in turn."""
         self.cuda = device.type == "cuda"
         self.buffers: list[list[Tensor]] = [[], []]
         self.events = [torch.cuda.Event(), torch.cuda.Event()] if self.cuda else []
@@ -44,9 +45,11 @@ class Reader:
 class Loop:
     """The rounds of a batch, of which up to `lag` (0 or 1) are started before the oldest is read.
 
-    While a text obeys a grammar, the lag is 0: what a round may emit depends on what the last one has emitted."""
+    While a text obeys a grammar, the lag is 0: what a round may emit depends on what the last one has emitted.
+    """
 
     def __init__(self, batch: Batch, lag: int):
+        """Begin without rounds. lag: rounds that may be started before the oldest is read, 0 or 1."""
         self.batch, self.most = batch, lag
         self.reader = Reader(batch.device)
         self.pending: list[tuple[RoundReport, int]] = []  # rounds that were not read, with their numbers in the reader
@@ -55,6 +58,7 @@ class Loop:
 
     @property
     def lag(self) -> int:
+        """Rounds that may be started before the oldest is read: 0 while a text obeys a grammar."""
         return 0 if self.most and any(s.matcher is not None for s in self.batch.sequences) else self.most
 
     def admit(self, sequences: list[Sequence]) -> None:
@@ -66,7 +70,8 @@ class Loop:
         """Launch the next round, read the oldest one and add its tokens to its sequences; None if there is none.
 
         A round that is void by the sequences' limits is not started, so at most one round is started in vain, where a
-        text ends early."""
+        text ends early.
+        """
         self.threads.adapt()
         while going := self.batch.going():
             started = self._launch(going)

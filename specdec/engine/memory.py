@@ -45,8 +45,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """Bytes by part. prefill and round are upper bounds of temporary memory in addition to the caches; only one of the
-    two is in use at a time. graphs is the memory that captured rounds hold."""
+    """Bytes by part.
+
+    prefill and round are upper bounds of temporary memory in addition to the caches; only one of the two is in use at a
+    time. graphs is the memory that captured rounds hold.
+    """
 
     weights: int  # of target and drafter: they are there already
     target_cache: int
@@ -115,8 +118,10 @@ def cublas_workspace() -> int:
 
 
 def _prompt_attention(target, drafter: Drafter | None, batch: int, prompt: int) -> int:
-    """Return the largest temporary memory of a layer's attention in a prefill, except for its rows. The drafter is
-    assumed to be like the target, without a window."""
+    """Return the largest temporary memory of a layer's attention in a prefill, except for its rows.
+
+    The drafter is assumed to be like the target, without a window.
+    """
     if target.masks_prompts:
         return batch * prompt**2 * (8 + 2 * target.dtype.itemsize)
     windows = {*target.windows, None} if drafter is not None else target.windows
@@ -124,8 +129,11 @@ def _prompt_attention(target, drafter: Drafter | None, batch: int, prompt: int) 
 
 
 def _scores(target, batch: int, prompt: int, window: int | None) -> int:
-    """What a layer's attention holds (`attention.attend_causal`): keys and values that are repeated for every query
-    head; and where torch has no fused kernel for it scores, a mask, and rows in fp32 with those keys and values."""
+    """Return the memory of a layer's attention (`attention.attend_causal`).
+
+    That is keys and values, repeated for every query head. Where torch has no fused kernel, it is also scores, a mask,
+    and rows in fp32 with those keys and values.
+    """
     masked = window is not None and window < prompt
     queries, keys = (window, min(prompt, 2 * window)) if masked and window is not None else (prompt, prompt)
     heads, (kv_heads, head_dim) = target.query_heads, target.cache_shape
@@ -145,8 +153,10 @@ def key_heads(target, masked: bool) -> int:
 
 
 def has_fused_attention(target, masked: bool) -> bool:
-    """Does torch attend to prompts without writing the scores to memory? On a GPU it refuses some head sizes. Torch
-    itself is asked."""
+    """Return whether torch attends to prompts without writing the scores to memory.
+
+    On a GPU torch refuses some head sizes, so this asks torch itself.
+    """
     if target.device.type != "cuda":
         return True
     dim, heads = target.cache_shape[1], (target.query_heads, key_heads(target, masked))
@@ -162,7 +172,8 @@ def _layers(target, drafter: Drafter | None, positions: int) -> int:
 
     Of a layer: its input and norms, some in fp32; rows of q, k and v before and after the rotation, which makes three
     tensors of its own; both halves of the MLP and their product. Of all layers together: the tapped states, and those
-    states side by side."""
+    states concatenated.
+    """
     config, width = target.config, target.dtype.itemsize
     kv_heads, head_dim = target.cache_shape
     heads = (target.query_heads + 2 * kv_heads) * head_dim
@@ -208,15 +219,20 @@ def free_bytes(device: torch.device, wanted: int) -> int:
 
 
 def unused_bytes(segments: abc.Iterable[dict], device: int) -> int:
-    """Return what torch holds of a device and new tensors can use: the free parts of its segments, except those of a
-    graph pool. Only captures into that pool can use these. segments: `torch.cuda.memory_snapshot`."""
+    """Return how much of the memory that torch holds on a device new tensors can use.
+
+    That is the free parts of its segments, except those of a graph pool, which only captures into that pool can use.
+    segments: `torch.cuda.memory_snapshot`.
+    """
     ours = [s for s in segments if s["device"] == device and tuple(s["segment_pool_id"]) == (0, 0)]
     return sum(s["total_size"] - s["active_size"] for s in ours)
 
 
 def check(plan: Plan, free: int, allocated: bool = False) -> None:
-    """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes. allocated: the caches, and the
-    graphs that use them, exist from an earlier call."""
+    """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes.
+
+    allocated: the caches, and the graphs that use them, exist from an earlier call.
+    """
     needed = plan.needed_again if allocated else plan.needed
     working = plan.needed_again + plan.graphs
     if needed > free:

@@ -1,5 +1,8 @@
-"""Prompts that are read apart from the rows: in parts, so that rows which run wait for a part and not for all of it,
-and from where they differ from prompts that were read before."""
+"""Prompts that are prefilled apart from the rows of the batch.
+
+Long prompts are read in parts, so that running rows wait for a part only. Prompts that begin like earlier ones are read
+from the first difference on.
+"""
 
 from collections import abc
 from dataclasses import dataclass
@@ -23,8 +26,11 @@ class Read:
 
 
 class Reading:
-    """The prompt that is being read. It has a cache of its own until it has been read completely, so rows may leave and
-    join the batch meanwhile. Only the target reads in parts: a drafter reads the whole prompt when the row joins."""
+    """The prompt that is being read.
+
+    It has a cache of its own until it has been read completely, so rows may leave and join the batch meanwhile. Only
+    the target reads in parts: a drafter reads the whole prompt when the row joins.
+    """
 
     def __init__(
         self, target: LanguageModel, cache: KVCache, taps: tuple[int, ...], most: int, prefixes: Prefixes | None = None
@@ -42,8 +48,10 @@ class Reading:
         self.logits: Tensor | None = None
 
     def apart(self, sequence: Sequence, several: bool) -> bool:
-        """Is its prompt read here: as it is longer than a part, or begins like one that was read before? several:
-        others could be read together with it, which is worth more than a small part of it."""
+        """Return whether a prompt is read here: it is longer than a part, or begins like an earlier one.
+
+        several: others could be read together with it, which is worth more than a small part of it.
+        """
         if len(sequence.prompt) > self.most or self.sequence is sequence:
             return True
         found = None if self.prefixes is None else self.prefixes.find(sequence.prompt)

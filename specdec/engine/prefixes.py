@@ -27,6 +27,7 @@ class Prefix:
 
     @property
     def bytes(self) -> int:
+        """Memory of the tokens, the keys and values, and the features."""
         parts = self.layers if self.feats is None else [*self.layers, self.feats]
         return self.tokens.nbytes + sum(x.nbytes for x in parts)
 
@@ -40,13 +41,16 @@ class Prefixes:
     """Beginnings of prompts, of so many bytes at most."""
 
     def __init__(self, budget: int):
+        """Begin without prefixes. budget: bytes that all of them may take."""
         self.budget, self.bytes, self.least = budget, 0, LEAST
         self.by_start: dict[tuple[int, ...], list[Prefix]] = {}  # by their first tokens, the least that are shared
         self.used: dict[Prefix, None] = {}  # the one that was used last comes last
 
     def find(self, prompt: abc.Sequence[int]) -> tuple[Prefix, int] | None:
-        """The one that shares most with a prompt, and how many tokens: `least` or more, and not the prompt's last, as
-        its logits are wanted."""
+        """Return the prefix that shares the most tokens with a prompt, and how many; None for fewer than `least`.
+
+        The prompt's last token is never shared, because its logits are needed.
+        """
         some = self.by_start.get(tuple(prompt[: self.least]), [])
         if not some or len(prompt) <= self.least:
             return None

@@ -50,6 +50,7 @@ class TracedRound:
 
     @property
     def accepted(self) -> int:
+        """Number of accepted drafted tokens."""
         return len(self.path) - 1
 
     @property
@@ -76,10 +77,12 @@ class TracedRow:
 
     @property
     def tokens(self) -> list[int]:
+        """All emitted tokens: the first one, from the prefill, and those of the rounds."""
         return [self.first, *(token for r in self.rounds for token in r.emitted)]
 
     @cached_property
     def trace(self) -> RowTrace:
+        """Counts of the row, for metrics."""
         undrafted = sum(not r.drafted for r in self.rounds)
         return RowTrace([r.accepted for r in self.rounds], [len(r.emitted) for r in self.rounds], undrafted)
 
@@ -120,6 +123,7 @@ class Recorder(Observer):
     reads = Reads.LOGITS
 
     def __init__(self, settings: dict | None = None):
+        """Begin an empty trace. settings: stored with it. Raises TypeError if they do not fit into JSON."""
         settings = json.loads(json.dumps(settings or {}))  # what JSON does not have fails now, and not after the run
         self.trace = Trace(settings, versions(), [])
         self._names: list[tuple[str, str | None]] | None = None
@@ -131,6 +135,7 @@ class Recorder(Observer):
         self._names = list(zip(questions, categories or [None] * len(questions), strict=True))
 
     def __call__(self, report: RoundReport) -> None:
+        """Add a step to the trace."""
         if report.prefill:
             self._begin(report)
         else:
@@ -219,6 +224,7 @@ def describe(target, drafter: Drafter | None, tree: Any, verifier: Verifier) -> 
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of specdec, torch, transformers and Python."""
     return {
         "specdec": __version__,
         "torch": torch.__version__,

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any
 
 from torch import Tensor
+from typing_extensions import override
 
 from specdec.engine.adaptive import Draft
 from specdec.engine.backlog import Positions
@@ -17,8 +18,10 @@ GREEDY = Sampling()
 
 
 class Reads(IntEnum):
-    """What an observer reads of a report. Each level includes those above it. What no observer reads is not copied out
-    of a replayed round (docs/graphs.md)."""
+    """Fields of a report that an observer reads. Each level includes those above it.
+
+    Fields that no observer reads are not copied out of a replayed round (docs/graphs.md).
+    """
 
     TOKENS = 0  # rows, emitted tokens, counts and the clock: the host reads these in any case
     TREES = 1  # tree, without its `q`, and verifier output
@@ -99,6 +102,7 @@ class Observer:
     reads: Reads = Reads.LOGITS
 
     def __call__(self, report: RoundReport) -> None:
+        """Receive the report of a step."""
         raise NotImplementedError
 
 
@@ -113,8 +117,10 @@ class Observers(Observer):
     """Several observers, called one after the other."""
 
     def __init__(self, *observers: Observer):
+        """Combine observers; together they read whatever one of them reads."""
         self.observers, self.reads = observers, max(observer.reads for observer in observers)
 
+    @override
     def __call__(self, report: RoundReport) -> None:
         for observer in self.observers:
             observer(report)

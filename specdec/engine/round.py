@@ -46,14 +46,16 @@ class RoundSettings:
     eos: Tensor | None = None  # [B,E] EOS ids per row, padded with -1
 
     def shaped(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
-        """logits [B,N,V] as tokens are drawn from them: with penalties, and as grammars allow."""
+        """Return logits [B,N,V] as tokens are drawn from them: with penalties, and as grammars allow."""
         if self.penalties is not None:
             logits = self.penalties(logits, tree)
         return logits if self.masks is None else self.masks(logits, tree)
 
     def requested(self, logits: Tensor, tokens: Tensor, path: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the requested fields of `Emission` for tokens [...] by the target's own logits [..., V]. With a path
-        [B,P] these are logits of a tree's nodes [B,N,V], and token k follows node path[:, k]."""
+        """Return the requested fields of `Emission` for tokens [...] by the target's own logits [..., V].
+
+        With a path [B,P] the logits are those of a tree's nodes [B,N,V], and token k follows node path[:, k].
+        """
         if not self.logprobs:
             return {}
         if path is not None:
@@ -67,9 +69,10 @@ class RoundSettings:
 
 
 class Round:
-    """A target, and with it, for speculation, a drafter, a tree policy and a verifier that fit together.
+    """A target, and for speculation a drafter, a tree policy and a verifier that fit together.
 
-    Raises ValueError, one sentence, for pieces that do not."""
+    Raises ValueError for parts that do not fit together.
+    """
 
     def __init__(
         self,
@@ -79,8 +82,11 @@ class Round:
         verifier: Verifier,
         children: str | None = None,
     ):
-        """children: the kind that the tree takes above temperature 0, one of `specdec.children.KINDS`; None for the
-        best one for the verifier."""
+        """Check that the parts fit together.
+
+        children: the kind that the tree takes above temperature 0, one of `specdec.children.KINDS`; None for the best
+        one for the verifier.
+        """
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
@@ -140,9 +146,11 @@ class Round:
         reading: Reading | None = None,
     ) -> tuple[Tensor, DraftState | None, dict[str, Tensor]]:
         """Prefill prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter.
+
         reading: may have prefilled the only prompt already, and stores what the target computed for all of them.
 
-        Returns the first token of each [R], the drafter's state, and the requested fields of `Emission`."""
+        Returns the first token of each [R], the drafter's state, and the requested fields of `Emission`.
+        """
         device, longest = cache.lens.device, max(map(len, prompts))
         tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -180,15 +188,15 @@ class Round:
     ) -> tuple[Tensor, DraftState | None, RoundReport]:
         """Play one round. Rows that are not active do not change.
 
-        Args:
-            root: [B], the last token of each row, which the target has not seen.
-            active: [B] bool.
-            itself: ones [B,1,1], the mask of a plain round's only position, where `cache.max_len` is not exact.
-            levels: [B], as `proposed` returns them, so that a row does not depend on its neighbours.
-            most: their maximum, on the host; 0 plays a plain round.
-            controller: the policy has chosen `most`, and may leave out nodes of the tree.
+        root: [B], the last token of each row, which the target has not seen.
+        active: [B] bool.
+        itself: ones [B,1,1], the mask of a plain round's only position, where `cache.max_len` is not exact.
+        levels: [B], as `proposed` returns them, so that a row does not depend on its neighbours.
+        most: their maximum, on the host; 0 plays a plain round.
+        controller: the policy has chosen `most`, and may leave out nodes of the tree.
 
-        Returns the next root, the drafter's state, and the record of the round."""
+        Returns the next root, the drafter's state, and the record of the round.
+        """
         clock, noise = settings.clock, None
         tree = None
         if self.drafter is not None and most != 0:
@@ -229,8 +237,10 @@ class Round:
         noise: RoundNoise | None,
         levels: Tensor | None,
     ) -> tuple[Tensor | None, Tensor, RoundReport]:
-        """Verify a tree and commit the accepted path. Return the features on the path, how many positions each row
-        committed [B], and the record."""
+        """Verify a tree and commit the accepted path.
+
+        Returns the features on the path, how many positions each row committed [B], and the record.
+        """
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.taps)
         experts = self.target.chosen_experts()
         logits = settings.shaped(own, tree)
@@ -264,8 +274,10 @@ class Round:
 
     @staticmethod
     def _draw(logits: Tensor, n: Tensor, settings: RoundSettings, last: Tensor) -> Tensor:
-        """Draw the next token [B,1] from logits [B,1,V] after the position last [B]. Penalties count it for rows of
-        which n [B] is 1."""
+        """Draw the next token [B,1] from logits [B,1,V] after the position last [B].
+
+        Penalties count the token for rows of which n [B] is 1.
+        """
         token = sample(settings.shaped(logits), settings.sampling, settings.noise.after(last))
         if settings.penalties is not None:
             settings.penalties.add(token, n)

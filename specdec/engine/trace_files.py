@@ -34,8 +34,10 @@ def check_trace_folder(folder: Path) -> None:
 
 
 def write_trace(trace: Trace, folder: Path) -> None:
-    """Write a trace, whole or not at all; an older one is replaced. ValueError if the folder holds anything else, or
-    cannot be written."""
+    """Write a trace, completely or not at all; an older trace is replaced.
+
+    Raises ValueError if the folder holds anything else, or cannot be written.
+    """
     rounds = [(number, r) for number, row in enumerate(trace.rows) for r in row.rounds]
     trees = [r.tree for _, r in rounds if r.tree is not None]
     nodes = {name: torch.cat([vars(t)[name] for t in trees] or [torch.empty(0)]) for name in NODE_FIELDS}
@@ -105,8 +107,7 @@ def _read_trees(file: Path, sizes: list[int]) -> list[TracedTree | None]:
 
 
 def _check_tree(tree: TracedTree | None, path: list[int], steps: int, where: str) -> None:
-    """Raise ValueError unless parents come before their children, and each node of the path is a child of the previous
-    one."""
+    """Raise ValueError unless parents precede their children, and each node of the path is a child of the last."""
     if len(path) > steps + 1:
         raise ValueError(f"{where}: path must have at most {steps + 1} nodes, as the row's steps say, got {len(path)}")
     if tree is None:

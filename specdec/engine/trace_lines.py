@@ -37,7 +37,7 @@ class Strict(BaseModel):
 
 
 class Header(Strict):
-    """trace.json"""
+    """Content of trace.json."""
 
     settings: dict
     versions: dict[str, str]

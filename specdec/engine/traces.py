@@ -13,8 +13,11 @@ DEPTH_IN_WORDS = "share of rounds that accepted at least d drafted tokens, over 
 
 @dataclass
 class RowTrace:
-    """One sequence: `accepted[r]` is the number of drafted tokens that round r accepted, before any cut at the end of
-    the text; `emitted[r]` the number of tokens that it added to the output."""
+    """Accepted and emitted tokens of one sequence by round.
+
+    `accepted[r]` is the number of drafted tokens that round r accepted, before any cut at the end of the text;
+    `emitted[r]` the number of tokens that it added to the output.
+    """
 
     accepted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
@@ -22,30 +25,35 @@ class RowTrace:
 
     @property
     def rounds(self) -> int:
+        """Number of rounds."""
         return len(self.emitted)
 
 
 def tau(rows: list[RowTrace]) -> float:
-    """Emitted tokens per round over all rows. The bonus token counts; the first token, from the prefill, does not, and
-    neither do tokens after the end of the text. The micro-average of Spec-Bench, with its ends cut off."""
+    """Return the emitted tokens per round over all rows: the micro-average of Spec-Bench, cut at the end of texts.
+
+    The bonus token counts. The first token, from the prefill, and tokens after the end of the text do not.
+    """
     rounds = sum(row.rounds for row in rows)
     return sum(sum(row.emitted) for row in rows) / rounds if rounds else 0.0
 
 
 def tau_interval(rounds: Tensor, resamples: int = 1000) -> tuple[float, float] | None:
-    """The 95 % interval of tau (`interval_of`). rounds [texts,2]: of each its rounds and the tokens that they emitted.
+    """Return the 95 % interval of tau (`interval_of`); None for fewer than two texts.
 
-    None for fewer than two texts, of which nothing can be said."""
+    rounds [texts,2]: of each text its rounds and the tokens that they emitted.
+    """
     return interval_of(lambda drawn: drawn[:, 1] / drawn[:, 0], rounds, resamples)
 
 
 def interval_of(
     measure: Callable[[Tensor], Tensor], counts: Tensor, resamples: int = 1000
 ) -> tuple[float, float] | None:
-    """Return the 95 % interval of a measure by resampling texts with replacement (percentiles of a seeded
-    bootstrap); None for fewer than two texts.
+    """Return the 95 % interval of a measure; None for fewer than two texts.
 
-    measure: sums over texts [resamples,k] -> values [resamples]. counts [texts,k]: what is summed."""
+    Texts are resampled with replacement (percentiles of a seeded bootstrap).
+    measure: sums over texts [resamples,k] -> values [resamples]. counts [texts,k]: what is summed.
+    """
     if len(counts) < 2:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -55,8 +63,10 @@ def interval_of(
 
 
 def acceptance_by_depth(rows: list[RowTrace], steps: int) -> list[float]:
-    """For d = 1..steps the share of rounds that accepted at least d drafted tokens, over all rounds of these rows; 0
-    without a round. It is the only definition: `DEPTH_IN_WORDS` names it under charts and tables."""
+    """Return for d = 1..steps the share of rounds that accepted at least d drafted tokens, over all rounds of these rows.
+
+    The share is 0 without a round. `DEPTH_IN_WORDS` names this definition under charts and tables.
+    """
     rounds, *reached = at_least((a for row in rows for a in row.accepted), steps)
     return [count / rounds if rounds else 0.0 for count in reached]
 

@@ -23,8 +23,9 @@ LEAST = 2  # smallest bound that a compiled round is given: Inductor treats leng
 class CompiledRounds:
     """The executor of compiled rounds on the CPU, each of them one function.
 
-    A record serves all bounds up to that of its capture, and a replay has run when it returns: it need not be read
-    late. Raises ValueError, one sentence, if this machine cannot compile."""
+    A captured round serves all bounds up to that of its capture. A replay has run when it returns, so it is not read
+    late. Raises ValueError if this machine cannot compile.
+    """
 
     fixed, any_bound, late = True, True, False
 
@@ -34,10 +35,12 @@ class CompiledRounds:
         self.workshop = Workshop() if in_background else None
 
     def forget(self) -> None:
+        """Drop the graphs that wait to be compiled: see `Executor`."""
         if self.workshop is not None:
             self.workshop.forget()
 
     def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
+        """Return the compiled round, or one that stays eager until it is compiled: see `Executor`."""
         # Half the bound shows most. But of a window between the two only the longer one has a mask.
         bounds = [bound, max(bound // 2, 1), max(bound - 1, 1)]
         if self.workshop is None:

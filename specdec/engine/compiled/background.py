@@ -43,13 +43,16 @@ class Shape:
     device: torch.device
 
     def stride(self) -> tuple[int, ...]:
+        """Return the strides, as `Tensor.stride` does."""
         return self.strides
 
     def __len__(self) -> int:
+        """Return the size of the first dimension."""
         return self.shape[0]
 
     @classmethod
     def of(cls, x: Tensor) -> "Shape":
+        """Return the shape, strides, dtype and device of a tensor."""
         return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
 
 
@@ -96,6 +99,7 @@ class Work:
     """A process that compiles."""
 
     def __init__(self, order: Order):
+        """Start the process that compiles the graph of an order."""
         self.order, self.begun = order, time.perf_counter()
         self.said = tempfile.TemporaryFile()  # noqa: SIM115 - a pipe would have to be read
         with tempfile.TemporaryFile() as asked:  # a pipe would wait for the reader
@@ -127,6 +131,7 @@ class Workshop:
     """Compiles graphs, always that which the most rounds were without."""
 
     def __init__(self):
+        """Begin without orders."""
         self.orders: list[Order] = []
         self.works: list[Work] = []
 

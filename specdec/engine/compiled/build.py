@@ -50,9 +50,11 @@ def load_if_present(library: Path) -> Compiled | None:
 
 
 def make_library(graph: RoundGraph, library: Path) -> None:
-    """Compile a graph of tensors on the CPU, and put the library in place when it is whole.
+    """Compile a graph of tensors on the CPU, and move the library into place when it is complete.
 
-    Raises ValueError, one sentence, if that fails."""
+    Raises:
+        ValueError: The compilation failed.
+    """
     native.compiler()  # or the reason why not
 
     def fill(folder: Path) -> None:
@@ -98,8 +100,10 @@ def _guarded(graph: RoundGraph, compile: Callable[[list[Tensor]], Result]) -> Re
 
 
 def _stand_ins(graph: RoundGraph) -> tuple[list[Tensor], Callable[[], None]]:
-    """Tensors without contents for the compiler, of which the first may have any length; and a check, afterwards, that
-    nothing was taken for granted that does not hold for every bound."""
+    """Return inputs without contents for the compiler, of which the first may have any length, and a check.
+
+    The check runs after compilation: no assumption of the compiler may hold for some bounds only.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 

@@ -29,14 +29,16 @@ class RoundGraph:
     made: Any  # all that the record returned
 
     def returner(self) -> Callable[[list[Tensor]], Any]:
-        """outputs -> what the record returned, with these in the place of what was new."""
+        """Return the function from the graph's outputs to what the record returned, with the outputs in place."""
         return filler(self.made, {id(old): i for i, old in enumerate(self.new)})
 
 
 def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
-    """The graph of a round that was recorded with two bounds, or, for one bound only, once.
+    """Return the graph of a round that was recorded with two bounds or, for one bound only, once.
 
-    Raises ValueError for a round whose operators depend on the bound in any other way."""
+    Raises:
+        ValueError: The operators of the round depend on the bound in any other way.
+    """
     other = other or one
     if one.operators() != other.operators():
         raise ValueError("a round cannot be compiled whose operators depend on the length of the texts")
@@ -50,6 +52,7 @@ class GraphBuilder:
     """Puts one operator after the other into a graph."""
 
     def __init__(self, one: Record, other: Record):
+        """Prepare a graph of two records of the same round, with different bounds."""
         self.one, self.other = one, other
         self.graph = fx.Graph()
         self.emit = self.graph.call_function
@@ -60,6 +63,7 @@ class GraphBuilder:
         self.bases: dict[int, tuple[fx.Node, Tensor]] = {}  # by storage: all of its memory, for those that are written
 
     def build(self) -> RoundGraph:
+        """Return the graph. Raises ValueError if the records differ in more than the bound."""
         ruler = self._input(torch.empty(self.one.bound))
         found = list(found_tensors(self.one.calls))
         for x in found:
@@ -84,8 +88,7 @@ class GraphBuilder:
         return self.graph.placeholder(f"input{len(self.inputs) - 1}")
 
     def _place(self, x: Tensor) -> None:
-        """Make x an input. If its storage is written, make the whole storage one: inputs that are written may not
-        overlap."""
+        """Make x an input, or its whole storage if that is written: written inputs may not overlap."""
         key = storage_of(x)
         if key not in self.written:
             self.nodes[id(x)] = self._input(x)
@@ -94,7 +97,7 @@ class GraphBuilder:
             self.bases[key] = self._input(whole), whole
 
     def _view(self, x: Tensor) -> fx.Node:
-        """x as a view of its storage, if that is an input."""
+        """Return x as a view of its storage, if that is an input."""
         if id(x) in self.nodes:
             return self.nodes[id(x)]
         node, whole = self.bases[storage_of(x)]
@@ -117,8 +120,10 @@ class GraphBuilder:
                     self.nodes[id(x)] = self.emit(operator.getitem, (node, i))
 
     def _write_rows(self, call: Call) -> bool:
-        """Put the rows that `index_copy_` writes, as `KVCache` does, into the memory itself. Views of the cache share
-        memory, and for views Inductor copies the whole cache, there and back."""
+        """Put the rows that `index_copy_` writes, as `KVCache` does, into the memory itself.
+
+        Views of the cache share memory, and for views Inductor copies the whole cache, there and back.
+        """
         if call.op is not aten.index_copy_.default:
             return False
         x, dim, index, source = call.args
@@ -156,6 +161,7 @@ class GraphBuilder:
 
 
 def storage_of(x: Tensor) -> int:
+    """Return a number that identifies the storage of a tensor."""
     return x.untyped_storage()._cdata
 
 
@@ -204,8 +210,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def filler(value: Any, places: dict[int, int]) -> Callable[[list[Tensor]], Any]:
-    """Return a function of tensors that copies nested dataclasses. It replaces the tensor whose identity `places` maps
-    to i by tensor i; parts without such tensors are not copied. Rounds call it, so places are found in advance."""
+    """Return a function of tensors that copies nested dataclasses with new tensors in them.
+
+    It replaces the tensor whose identity `places` maps to i by tensor i. Parts without such tensors are not copied.
+    Rounds call the function, so places are found in advance.
+    """
     if isinstance(value, Tensor) and id(value) in places:
         return operator.itemgetter(places[id(value)])
     held = {field.name: vars(value)[field.name] for field in fields(value)} if is_dataclass(value) else {}

@@ -36,6 +36,7 @@ class Record:
     made: Any = None
 
     def operators(self) -> list[torch._ops.OpOverload]:
+        """Return the operators of all calls, in order."""
         return [call.op for call in self.calls]
 
 
@@ -56,9 +57,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def record(run: Callable[[int], Any], bound: int, instead: Mapping[str, Callable] = MappingProxyType({})) -> Record:
-    """Run, and note what happens. Whatever is not a tensor is as the host knew it now: numbers, shapes, settings.
+    """Run a round, and record its operators. All but tensors is as the host knew it now: numbers, shapes, settings.
 
-    instead: by the name of an operator, the function that is run and recorded in its place (`native.SEEN`)."""
+    instead: by the name of an operator, the function that is run and recorded in its place (`native.SEEN`).
+    """
     noted = Record(bound)
     with _Recorder(noted.calls, instead):
         noted.made = run(bound)

@@ -34,11 +34,14 @@ class Norm(Protocol):
     offset: bool
 
     @property
-    def weight(self) -> Tensor: ...
+    def weight(self) -> Tensor:
+        """The weight as stored, [H]."""
 
-    def gain(self) -> Tensor: ...
+    def gain(self) -> Tensor:
+        """Return the factors that the normed values are multiplied by: the weight, plus 1 with `offset`."""
 
-    def bind(self) -> Callable[..., Any]: ...
+    def bind(self) -> Callable[..., Any]:
+        """Return the norm as a plain function."""
 
 
 class Matrix(Protocol):
@@ -55,19 +58,29 @@ class Head(Protocol):
     """What makes logits of hidden states: one linear module, or several whose logits are added."""
 
     @property
-    def bias(self) -> Tensor | None: ...
+    def bias(self) -> Tensor | None:
+        """The bias of the logits, or None."""
 
     @property
-    def weights(self) -> tuple[Tensor, ...]: ...
+    def weights(self) -> tuple[Tensor, ...]:
+        """The weights [V,H] whose products are added."""
 
-    def __call__(self, hidden: Tensor, /) -> Tensor: ...
+    def __call__(self, hidden: Tensor, /) -> Tensor:
+        """Return the logits [...,V] of hidden states [...,H]."""
 
 
 def use(backend: str, *names: str) -> None:
-    """Choose the backend of the kernels `names`, or of all: 'triton', 'torch', or 'auto', which is Triton for tensors
-    on a GPU and torch for others. Modules that are bound already (`layers.Freezable`) keep their backends.
+    """Choose the backend of the kernels `names`, or of all kernels.
 
-    Raises ValueError for an unknown name, and for 'triton' if it is not installed."""
+    Modules that are bound already (`layers.Freezable`) keep their backends.
+
+    Args:
+        backend: 'triton', 'torch', or 'auto', which is Triton for tensors on a GPU and torch for others.
+        *names: Names from `KERNELS`.
+
+    Raises:
+        ValueError: A name is unknown, or Triton is not installed.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; there are {', '.join(BACKENDS)}")
     for name in names:
@@ -85,6 +98,7 @@ def backends() -> tuple[str, ...]:
 
 @functools.cache
 def installed() -> bool:
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 

@@ -36,17 +36,23 @@ def tree_attention(
     memory: Tensor, lens: Tensor, places: Tensor, n: int, nodes: int, ancestors: Tensor | None, depth: Tensor | None,
     bound: int, groups: int, window: int | None, scale: float | None,
 ) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Seen | None]:  # fmt: skip
-    """Return the attention of n new positions as a function of q [B,n,heads,Dh] and keys and values [B,K,S,Dh], which
-    gives [B,n,heads*Dh]; and what our own operators take of the positions, where they serve.
+    """Return the attention of n new positions as a function, and what our own operators take of the positions.
+
+    The function takes q [B,n,heads,Dh] and keys and values [B,K,S,Dh], and returns [B,n,heads*Dh]. The second result is
+    None where our own operators do not serve.
 
     Args:
-        memory: keys and values of a layer [2,B,S,K,Dh].
-        lens: committed slots of each row [B]; `bound` is at least the largest.
+        memory: Keys and values of a layer [2,B,S,K,Dh].
+        lens: Committed slots of each row [B].
         places: 0 to S - 1, of which the last n before `nodes` are those of the positions, counted from lens.
-        ancestors: the scratch slots that each position sees [B,n,nodes], bool; None for causal.
-        depth: the positions [B,n], counted from lens; used with a window only.
-        groups: query heads to a key head.
-        window: a position sees so many, itself included; None for all.
+        n: Number of new positions.
+        nodes: Number of scratch slots in use.
+        ancestors: The scratch slots that each position sees [B,n,nodes], bool; None for causal.
+        depth: The positions [B,n], counted from lens; used with a window only.
+        bound: At least the largest of lens.
+        groups: Query heads to a key head.
+        window: Number of positions that a position sees, itself included; None for all.
+        scale: Factor of the products of q and keys; None for Dh ** -0.5.
     """
     _, batch, slots, _, dim = memory.shape
     if kernel := kernel_for("tree_attention", memory):
@@ -83,8 +89,11 @@ def tree_attention(
 def attend_add(
     qkv: Matrix, o: Matrix, q_norm: Norm | None, k_norm: Norm | None, norm: Norm
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Return the function (residual, x, rope, slots, flat, heads, seen) -> residual + attention(x), and its norm, in
-    one call; None if not all of it is our own. flat, heads: a layer of a `KVCache`. seen: from `tree_attention`."""
+    """Return the function (residual, x, rope, slots, flat, heads, seen) -> residual + attention(x), and its norm.
+
+    All of it is one call; None if not all of it is our own. flat, heads: a layer of a `KVCache`. seen: from
+    `tree_attention`.
+    """
     weight = qkv.weight
     others = norm.offset or kernel_for("rope_write", weight) or kernel_for("rms_norm", weight)
     if others or qkv.bias is not None or o.bias is not None or not native.serves(weight):
@@ -142,14 +151,17 @@ def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:
 
 
 def packed_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """mask [B,N,S] bool -> what is added to scores, [B,1,groups*N,S]: 0 where visible, else -inf; the same for each of
-    the query heads that share a key head. Given a bool mask, torch's attention makes this anew in every layer."""
+    """Return what a mask [B,N,S] bool adds to scores, [B,1,groups*N,S]: 0 where visible, else -inf.
+
+    It is the same for each of the query heads that share a key head. Given a bool mask, torch's attention makes this
+    anew in every layer.
+    """
     added = torch.full(mask.shape, -torch.inf, dtype=dtype, device=mask.device).masked_fill_(mask, 0.0)
     return torch.cat([added] * groups, 1).unsqueeze(1)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None = None) -> Tensor:
-    """q [B,N,heads,Dh] over keys and values [B,K,S,Dh] -> [B,N,heads*Dh].
+    """Return the attention of q [B,N,heads,Dh] over keys and values [B,K,S,Dh], as [B,N,heads*Dh].
 
     mask [B,1,groups*N,S], from `packed_mask`, or None if every slot is visible to every node. The query heads that
     share a key head are packed along the node axis, so keys and values are never repeated. scale multiplies the
@@ -179,7 +191,7 @@ def shares_key_heads(q: Tensor, masked: bool) -> bool:
 def attend_grouped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """torch's attention of q [B,heads,N,Dh] over k and v [B,K,S,Dh], heads/K query heads to a key head."""
+    """Return torch's attention of q [B,heads,N,Dh] over k and v [B,K,S,Dh], heads/K query heads to a key head."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1 and not shares_key_heads(q, mask is not None):
         k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1

@@ -14,8 +14,10 @@ Commit = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def commit(memory: Sequence[Tensor]) -> Commit:
-    """Return the function of lens [B], path [B,P] and n [B] that moves the slots of layers [2,R,S,K,Dh], of whose rows
-    the first B are in use. Without layers it does nothing."""
+    """Return the function of lens [B], path [B,P] and n [B] that moves the slots of layers [2,R,S,K,Dh].
+
+    The first B of the R rows are in use. Without layers the function does nothing.
+    """
     if not memory:
         return lambda lens, path, n: None
     like = memory[0]

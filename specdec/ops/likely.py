@@ -12,8 +12,10 @@ LOOPS = 512  # numbers among which Inductor looks for the largest in two loops
 
 
 def head_topk(hidden: Tensor, head: Head | None, k: int) -> tuple[Tensor, Tensor]:
-    """Return log-probabilities (fp32) and ids [B,W,k] of the k most likely tokens, best first. hidden [B,W,H]: the
-    head's input, or the logits themselves if there is no head."""
+    """Return log-probabilities (fp32) and ids [B,W,k] of the k most likely tokens, best first.
+
+    hidden [B,W,H]: the head's input, or the logits themselves if there is no head.
+    """
     if head is not None and head.bias is None and k <= MOST_LIKELY:
         kernel = kernel_for("head_topk", hidden)
         weight, *others = head.weights
@@ -24,7 +26,7 @@ def head_topk(hidden: Tensor, head: Head | None, k: int) -> tuple[Tensor, Tensor
 
 
 def top_logprobs(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """logits [..., V] -> log-probabilities and ids [..., k] of the k most likely tokens, best first, in fp32."""
+    """Return log-probabilities, fp32, and ids [..., k] of the k most likely tokens of logits [..., V], best first."""
     if k == 1 and native.serves(logits):
         return native.operator("likeliest")(logits)
     return top(logits.float().log_softmax(-1), k)
@@ -39,8 +41,11 @@ def first_largest(logits: Tensor) -> Tensor:
 
 @native.seen_as("aten.max.dim")
 def _seen(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """One loop over the values, and another that looks for the first that equals the largest. Inductor's own loop
-    carries the place along, which is ten times slower. With NaN among the numbers it gives the last place."""
+    """Find the largest values in one loop, and in another the first place that equals each.
+
+    Inductor's own loop carries the place along, which is ten times slower. With NaN among the numbers this gives the
+    last place.
+    """
     size = x.shape[dim]
     if x.device.type != "cpu" or size < LOOPS or dim not in (-1, x.ndim - 1) or not x.dtype.is_floating_point:
         return NotImplemented

@@ -68,8 +68,7 @@ _packed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
-    """The function x [R,in] -> x weight.T + bias [R,out], with the present values of weight [out,in] and bias [out], in
-    the fastest way that this processor has. int8: of those that may round the weight."""
+    """Return the fastest function x [R,in] -> x weight.T + bias [R,out]. int8: of those that may round the weight."""
     packed = pack(weight, int8)
     if isinstance(packed, torch.ScriptObject):
         return _int8_linear(packed, bias, weight.dtype)
@@ -139,7 +138,7 @@ def _seen_onednn(x: Tensor, packed: Tensor, bias: Tensor | None, *rest: Any) -> 
 
 
 def _single_row_linear(weight: Tensor, bias: Tensor | None) -> Product:
-    """x [1,in] -> [1,out]. A batch runs on all threads, and MKL has a faster kernel for it than for one product."""
+    """Multiply x [1,in] in a batch, which runs on all threads. MKL has a faster kernel for it."""
     (rows, size), blocks = weight.shape, weight.unflatten(0, (BLOCKS, -1))
 
     def product(x: Tensor) -> Tensor:
@@ -156,12 +155,11 @@ def _can_be_blocked(weight: Tensor) -> bool:
 
 
 def pack(weight: Tensor, int8: bool = False) -> Tensor | RowsWeight | Fp16Weight | torch.ScriptObject | None:
-    """Return the weight [out,in] in our own layout, fp16 or oneDNN's, packed once for each version of its values. int8:
-    rounded, where there is a product for that.
+    """Return the weight [out,in] in our own layout, fp16 or oneDNN's, packed once for each version of its values.
 
-    None where packing has no use: on other devices, on processors without a fast product, and for weights that may
-    still learn. Weights that learn change in ways that no version counter sees, such as through another parameter over
-    the same memory.
+    int8: rounded, where there is a product for that. None where packing has no use: on other devices, on processors
+    without a fast product, and for weights that may still learn. Those change in ways that no version counter sees,
+    such as through another parameter over the same memory.
     """
     if not _can_be_packed(weight):
         return None
@@ -230,6 +228,7 @@ def pack_bf16(weight: Tensor) -> RowsWeight | None:
 
 
 def pack_fp32(weight: Tensor) -> RowsWeight | None:
+    """Return the weight in our own layout in fp32; None where there is no product for it."""
     return _pack_rows(weight, 1) if weight.dtype == torch.float32 and native.has_rows() else None
 
 

@@ -66,8 +66,10 @@ def operator(name: str) -> Callable[..., Any]:
 
 
 def seen_as(*names: str) -> Callable[[Callable], Callable]:
-    """Let Inductor see what a function does in place of these operators. A function that returns NotImplemented leaves
-    a call as it is."""
+    """Let Inductor see what a function does in place of these operators.
+
+    A function that returns NotImplemented leaves a call as it is.
+    """
 
     def register(function: Callable) -> Callable:
         SEEN.update(dict.fromkeys(names, function))

@@ -73,6 +73,7 @@ def _constant(value: float, dtype: torch.dtype) -> Tensor:
 
 @native.seen_as("specdec_rows.rms_norm.default")
 def seen_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute the norm in operators that Inductor compiles."""
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * (length * length * (1 / x.shape[-1]) + eps).rsqrt() * weight
 

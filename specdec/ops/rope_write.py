@@ -26,8 +26,11 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_write(weight: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Callable[..., Tensor] | None:
-    """Return the function (rows, cos, sin, slots, keys, values) -> q that does all of it in one pass; None if there is
-    none for such weights. Its arguments are those of the kernel (`cuda/rope_write.py`). weight: that of q, k and v."""
+    """Return the function (rows, cos, sin, slots, keys, values) -> q that does all of it in one pass.
+
+    None if there is none for such weights. Its arguments are those of the kernel (`cuda/rope_write.py`). weight: that
+    of q, k and v.
+    """
     if kernel := kernel_for("rope_write", weight):
         if q_norm is None or k_norm is None:
             return kernel

@@ -29,8 +29,11 @@ def _commit(addresses, like, lens, path, n, rows, slots, width, steps, STEPS: tl
 
 
 def launch(addresses: Tensor, like: Tensor, lens: Tensor, path: Tensor, n: Tensor) -> None:
-    """addresses [L] int64: `data_ptr` of each layer's tensor [2,R,S,K,Dh], contiguous, of which `like` is one; lens, n
-    [B] of the rows in use, path [B,P]."""
+    """Move the slots of accepted paths in all layers.
+
+    addresses [L] int64: `data_ptr` of each layer's tensor [2,R,S,K,Dh], contiguous, of which `like` is one. lens, n [B]
+    of the rows in use, path [B,P].
+    """
     _, _, slots, kv_heads, dim = like.shape
     width, (batch, steps) = kv_heads * dim, path.shape
     assert like.storage_offset() == 0, "rows count from the first in memory"

@@ -77,8 +77,10 @@ def _count_or_mass(scores, least, held, peak, inverse, MASS: tl.constexpr, WIDTH
 
 @triton.jit
 def _threshold(scores, held, peak, inverse, enough, low, MASS: tl.constexpr, WIDTH: tl.constexpr):
-    """The largest t such that the number, or mass, of the scores of at least t is `enough`. That of the scores of at
-    least `low` must be enough."""
+    """Return the largest t such that the number, or mass, of the scores of at least t is `enough`.
+
+    That of the scores of at least `low` must be enough.
+    """
     least, most = _order(low).to(tl.int64), _order(peak).to(tl.int64)
     while least < most:
         middle = (least + most + 1) >> 1
@@ -183,8 +185,10 @@ def _list(
 
 @triton.jit
 def _gather(scores, ids, counts, size, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Move the lists of a row together, in place, and return how many tokens they hold. A tile is read before it is
-    written, and later reads start after it."""
+    """Move the lists of a row together, in place, and return how many tokens they hold.
+
+    A tile is read before it is written, and later reads start after it.
+    """
     held = tl.sum(tl.load(counts + tl.arange(0, PARTS)), 0)
     for first in range(0, held, WIDTH):
         place = first + tl.arange(0, WIDTH)
@@ -245,11 +249,12 @@ def launch(
     keys: Tensor,
     parts: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """logits [R,V] -> a token of each row [R] int64, and its threshold t [R] fp32, in units of the logits.
+    """Draw a token of each row of logits [R,V]. Return the tokens [R] int64 and the thresholds t [R] fp32.
 
     temperature must be above 0; the filters are those of `structs.Sampling`. keys [R,2] int32: as `RoundNoise.keys_at`
-    gives them. parts: of a row, a power of two; None for so
-    many that RESIDENT programs run on each multiprocessor."""
+    gives them. parts: of a row, a power of two; None for so many that RESIDENT programs run on each multiprocessor. The
+    thresholds have the unit of the logits.
+    """
     rows, vocab = logits.shape
     assert temperature > 0
     assert logits.stride(1) == 1

@@ -67,7 +67,7 @@ def _merge(
 
 
 def launch(hidden: Tensor, weight: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """hidden [R,H], weight [V,H], k <= min(V, MOST_LIKELY) -> log-probabilities fp32 and ids int64, both [R,k]."""
+    """Return log-probabilities fp32 and ids int64, [R,k], of hidden [R,H] @ weight [V,H].T, k up to MOST_LIKELY."""
     (rows, size), vocab = hidden.shape, len(weight)
     assert k <= min(vocab, MOST_LIKELY)
     assert hidden.stride(1) == weight.stride(1) == 1

@@ -1,5 +1,7 @@
-"""The noise of a token, by the keys of its row and position. `sampling.noise` has the formula and its sources, and the
-same bits in torch. This file is no kernel by itself."""
+"""The noise of a token, by the keys of its row and position.
+
+`sampling.noise` has the formula and its sources, and the same bits in torch. This file is no kernel by itself.
+"""
 
 import triton
 import triton.language as tl

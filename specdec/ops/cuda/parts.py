@@ -12,6 +12,9 @@ def processors(device: torch.device) -> int:
 
 
 def part_count(pieces: int, fit: int, *most: int) -> int:
-    """The largest power of two of parts, none of `most` exceeded, such that all parts of `pieces` pieces are no more
-    than the `fit` programs that a device runs at once: those beyond would wait for a second wave. 1 at least."""
+    """Return the number of parts of a piece: the largest power of two that exceeds none of `most`, and 1 at least.
+
+    All parts of `pieces` pieces are no more than the `fit` programs that a device runs at once: those beyond would wait
+    for a second wave.
+    """
     return 1 << max(min(fit // max(pieces, 1), *most), 1).bit_length() - 1

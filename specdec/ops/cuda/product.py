@@ -10,7 +10,7 @@ WIDEN = tl.constexpr(knobs.runtime.interpret)
 
 @triton.jit
 def product(a, b):
-    """a [M,K] @ b [K,N] -> [M,N] fp32; fp32 operands are not rounded to tf32."""
+    """Return a [M,K] @ b [K,N] as [M,N] fp32; fp32 operands are not rounded to tf32."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")

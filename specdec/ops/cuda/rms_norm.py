@@ -44,7 +44,7 @@ def _rms_norm(
 def launch(
     x: Tensor, weight: Tensor, eps: float, offset: bool = False, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x [...,H] -> its norm; with a residual of the same shape -> (x + residual, the norm of that)."""
+    """Return the norm of x [...,H]; with a residual of the same shape, x + residual and the norm of that."""
     rows = x.reshape(-1, x.shape[-1])
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = y if residual is None else torch.empty_like(y)

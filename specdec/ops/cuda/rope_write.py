@@ -71,9 +71,12 @@ def launch(
     eps: float = 0.0,
     offset: bool = False,
 ) -> Tensor:
-    """qkv [B*n,heads+2K,Dh], the heads of a row together; cos, sin [B,n,1,Dh] of equal strides; slots [B*n] int64, into
-    the rows of keys and values [slots,K*Dh] -> q [B,n,heads,Dh]. gains [2,Dh]: weights of the norms of q and k;
-    `offset` adds 1 to them."""
+    """Norm and rotate q and k, write k and v to the cache, and return q [B,n,heads,Dh].
+
+    qkv [B*n,heads+2K,Dh], the heads of a row together; cos, sin [B,n,1,Dh] of equal strides; slots [B*n] int64, into
+    the rows of keys and values [slots,K*Dh]. gains [2,Dh]: weights of the norms of q and k, None for no norms;
+    `offset` adds 1 to them.
+    """
     rows, heads, dim = qkv.shape
     batch, cos, sin = len(cos), cos.flatten(0, 2), sin.flatten(0, 2)
     kv_heads = keys.shape[1] // dim

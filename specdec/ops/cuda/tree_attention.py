@@ -108,8 +108,11 @@ def _tree_attention(
     GROUPS: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Strides: q_* of q, kv_* of keys and values, see_* of ancestors. n new nodes, which are the last of `nodes` in the
-    scratch slots. PARTS: there are several, so what is written is merged afterwards."""
+    """Attend from n new nodes, which are the last of `nodes` in the scratch slots.
+
+    Strides: q_* of q, kv_* of keys and values, see_* of ancestors. PARTS: there are several, so what is written is
+    merged afterwards.
+    """
     row = (tl.program_id(1) // kv_heads).to(tl.int64)
     kv = tl.program_id(1) % kv_heads
     split, splits = tl.program_id(2), tl.num_programs(2)
@@ -149,7 +152,7 @@ def _tree_attention(
 
 @triton.jit(do_not_specialize=["splits"])
 def _merge(parts, lse, out, splits, DIM: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
-    """parts [queries,splits,DIM] fp32, each normalised, and their base-2 log-sum-exps -> out [queries,DIM]."""
+    """Merge parts [queries,splits,DIM] fp32, each normalised, by base-2 log-sum-exps into out [queries,DIM]."""
     query = tl.program_id(0).to(tl.int64)
     split, dims = tl.arange(0, S), tl.arange(0, D)
     weight = tl.load(lse + query * splits + split, mask=split < splits, other=-float("inf"))
@@ -161,10 +164,11 @@ def _merge(parts, lse, out, splits, DIM: tl.constexpr, S: tl.constexpr, D: tl.co
 
 
 def split_count(programs: int, slots: int, processors: int, resident: int = RESIDENT) -> int:
-    """The number of parts of `slots` committed slots, a power of two, if one part of all rows takes so many programs.
+    """Return the number of parts of `slots` committed slots, a power of two, if one part of all rows takes `programs`.
 
     It aims at `resident` programs a multiprocessor, 264 on an H100, and never takes more. No part is below LEAST_PART.
-    So a text that grows to any length changes the number a few times only."""
+    So a text that grows to any length changes the number a few times only.
+    """
     return part_count(programs, resident * processors, slots // LEAST_PART, MOST_PARTS)
 
 
@@ -190,9 +194,10 @@ def launch(
     slots: int | None = None,
     splits: int | None = None,
 ) -> Tensor:
-    """q [B,n,heads,Dh] over keys and values [B,K,S,Dh], of which row b has lens[b] committed -> [B,n,heads*Dh].
+    """Return the attention of q [B,n,heads,Dh] over keys and values [B,K,S,Dh], as [B,n,heads*Dh].
 
-    The new positions are the last n of `nodes` in the scratch slots from lens[b] on.
+    Row b has lens[b] committed slots. The new positions are the last n of `nodes` in the scratch slots from lens[b] on.
+
     ancestors [B,n,nodes] bool: the scratch slots that each of them sees; None: all up to itself.
     depth [B,n]: their positions, counted from lens[b]; None: the order of the slots. It matters only with a window.
     Scratch slots before the new ones, if there are any, are assumed to be as deep as those.

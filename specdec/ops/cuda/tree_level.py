@@ -74,9 +74,12 @@ def _tree_level(
 def launch(
     scores: Tensor, places: Tensor, ancestors: Tensor, gains: Tensor, tokens: Tensor, first: int, count: int
 ) -> Level:
-    """Of W nodes the scores [B,W] fp32 and places [B,W] int64, and which of C positions each sees, ancestors [B,W,C]
-    bool. Of their children the gains [B,W,K] fp32 and tokens [B,W,K] int64. first: the place of the first child.
-    count: how many of the children are chosen, W or, on a last level, 0."""
+    """Choose the best children of one level of a dynamic tree.
+
+    Of W nodes: scores [B,W] fp32, places [B,W] int64, and ancestors [B,W,C] bool, which of C positions each sees. Of
+    their children: gains [B,W,K] fp32 and tokens [B,W,K] int64. first: the place of the first child. count: how many of
+    the children are chosen, W or, on a last level, 0.
+    """
     b, w, k = gains.shape
     columns = ancestors.shape[2]
     assert w * k <= MOST

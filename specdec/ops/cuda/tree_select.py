@@ -82,10 +82,13 @@ def _tree_select(
 
 
 def launch(root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, steps: int) -> Tree:
-    """root [B]; of M candidates tokens [B,M], scores [B,M] fp32 and parents [B,M]: 1 + the place of the parent, or 0
-    for the root. No candidate is deeper than `steps`, and none scores above its parent.
+    """Select the best `nodes` - 1 of M candidates below the root.
 
-    Returns tokens, parents and depth [B,N] int64, ancestors [B,N,N] bool and scores [B,N], the root's 0."""
+    root [B]; of the candidates tokens [B,M], scores [B,M] fp32 and parents [B,M]: 1 + the place of the parent, or 0 for
+    the root. No candidate is deeper than `steps`, and none scores above its parent.
+
+    Returns tokens, parents and depth [B,N] int64, ancestors [B,N,N] bool and scores [B,N], the root's 0.
+    """
     b, candidates = scores.shape
     assert candidates <= MOST
     assert 2 <= nodes <= min(NODES, candidates + 1)

@@ -63,6 +63,7 @@ class Choice:
     busy: bool = False  # other programs disturbed the timing; such a choice is not cached
 
     def __str__(self) -> str:
+        """Return the line that a command prints about the choice."""
         plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
         if self.tree is None:
             other = f"--tree {shlex.quote(self.best)} would reach {self.best_speedup:.2f} of it"
@@ -85,10 +86,12 @@ def choose_tree(
     compile: bool = False,
     recalibrate: bool = False,
 ) -> Choice:
-    """Return the fastest tree for `batch` rows at this temperature, measured now or read from the cache. compile: for
-    compiled rounds.
+    """Return the fastest tree for `batch` rows at this temperature, measured now or read from the cache.
 
-    Raises ValueError for a drafter without measured acceptance, and where rounds cannot be compiled."""
+    compile: for compiled rounds.
+
+    Raises ValueError for a drafter without measured acceptance, and where rounds cannot be compiled.
+    """
     acceptance = drafter.acceptance
     if acceptance is None:
         raise ValueError(
@@ -140,8 +143,10 @@ def candidates(
 
 
 def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
-    """The fastest tree of those that are timed last, or none. compiled: times compiled rounds, if they are to be the
-    fastest."""
+    """Return the fastest tree of those that are timed last, or none.
+
+    compiled: times compiled rounds, if they are to be the fastest.
+    """
     once = sum(seconds_of(None, SHORTEST))
     costs, disturbed = _first_costs(all_trees, seconds_of, once)
     ranking = sorted(costs, key=lambda c: -c.tau / sum(costs[c]))
@@ -158,9 +163,10 @@ def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Time
 def _first_costs(
     all_trees: abc.Sequence[Candidate], seconds_of: Timer, once: float
 ) -> tuple[dict[Candidate, Seconds], bool]:
-    """Costs of a few trees of all sizes and of those predicted best by them, and whether the machine was busy.
+    """Return costs of a few trees of all sizes and of those predicted best by them, and whether the machine was busy.
 
-    once: seconds of a plain round, about."""
+    once: approximate seconds of a plain round.
+    """
     best_of_size = [
         max((c for c in all_trees if c.kind.nodes == size), key=lambda c: c.tau, default=None) for size in SIZES
     ]
@@ -190,8 +196,10 @@ def _of_different_depths(ranking: abc.Sequence[Candidate]) -> list[Candidate]:
 def _time(
     trees: abc.Sequence[Candidate], seconds_of: Timer, rounds: Callable[[float], int], turns: int
 ) -> tuple[dict[Candidate, Seconds], list[float]]:
-    """The parts of each tree's round in plain rounds of the same turn, the median of all turns; and by turn a plain
-    round's seconds. rounds: how many to time, by tau."""
+    """Return the parts of each tree's round, in plain rounds of the same turn, and a plain round's seconds by turn.
+
+    The parts are the median of all turns. rounds: how many to time, by tau.
+    """
     runs = [partial(seconds_of, None, rounds(1.0)), *(partial(seconds_of, c.tree, rounds(c.tau)) for c in trees)]
     plain, *found = (np.array(run) for run in in_turns(runs, turns))
     own = plain.sum(1)

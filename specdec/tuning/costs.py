@@ -61,6 +61,7 @@ class Point(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Seconds of the round."""
         return self.draft + self.verify
 
 
@@ -68,7 +69,8 @@ class _Fit:
     """Least squares on relative errors: seconds = features @ weights.
 
     No weight is negative, because more work takes no less time. Features whose weight noise makes negative are left
-    out, and the others fitted again."""
+    out, and the others fitted again.
+    """
 
     def __init__(self, features: Callable[..., list], points: Iterable[tuple[Kind, float, float]]):
         self.features = features
@@ -128,6 +130,7 @@ class Costs:
                      for part in ("draft", "verify"))  # fmt: skip
 
     def seconds(self, kind: Kind, rows: float = 1, context=None) -> Any:
+        """Return the seconds of a round. Arguments as for `parts`."""
         return sum(self.parts(kind, rows, context))
 
     def errors(self) -> list[float]:
@@ -151,7 +154,8 @@ def measure(
 ) -> tuple[list[Point], bool]:
     """Return the points of all runs, which take turns, and whether the machine was busy, by plain rounds.
 
-    The fastest of all turns counts, because other programs only add time."""
+    The fastest of all turns counts, because other programs only add time.
+    """
     kinds = [same for turns in in_turns(runs, repeats, progress) for same in zip(*turns, strict=True)]
     disturbed = any(busy([p.seconds for p in same]) for same in kinds if same[0].kind == PLAIN)
     return [min(same, key=lambda p: p.seconds) for same in kinds], disturbed
@@ -184,9 +188,10 @@ def cached(who: Mapping) -> CachedJson:
 
 
 def cached_costs(who: Mapping, measure: Callable[[], tuple[Costs, bool]], anew: bool = False) -> Costs:
-    """Return the costs that are cached for `who`, else measured ones, which are cached if `measure` says so.
+    """Return cached costs, else measured ones, which are cached if `measure` says so.
 
     Args:
+        who: Identity of the measurement, under which costs are cached.
         measure: Returns costs, and whether to cache them.
         anew: Measure even if costs are cached.
     """

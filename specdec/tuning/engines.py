@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from specdec import ops
 from specdec.acceptance import Acceptance
@@ -32,10 +33,10 @@ WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that cut trees are tim
 
 
 def make_policy(name: str, costs: Callable[[], Costs], kinds: Sequence[Kind], prior: Sequence[float]) -> Policy:
-    """Return the policy of a text: `fixed`, `ema`, `table`, `table:1=5,8=3,32=0`, `survival`, or `survival:told` with
-    the name of an estimator.
+    """Return the policy of a name.
 
     Args:
+        name: `fixed`, `ema`, `table`, `table:1=5,8=3,32=0`, `survival`, or `survival:told` with an estimator's name.
         costs: Called only if the policy depends on costs.
         kinds: Of the rounds that draft 0, 1, ... D levels.
         prior: For each level, how often it is accepted if the previous one was.
@@ -90,17 +91,22 @@ class Probe(Policy):
     kind, cuts = PLAIN, False
 
     def __init__(self, name: str, cuts: bool):
+        """Stand for the policy of this name. cuts: that policy may leave out nodes of a draft."""
         self.name, self.cuts = name, cuts
 
     def set(self, kind: Kind) -> None:
+        """Draft and verify this kind of round from now on."""
         self.kind = kind
 
+    @override
     def plan(self, rows: int) -> int:
         return self.kind.levels
 
+    @override
     def looks(self) -> bool:
         return self.kind.cut
 
+    @override
     def keep(self, draft: Draft) -> np.ndarray:
         paths = (draft.ancestors * draft.edges[:, None]).sum(-1)
         return np.sort(np.argsort(-paths, 1, kind="stable")[:, : self.kind.nodes], 1)
@@ -148,9 +154,15 @@ def adaptive_engine(
     compiled first.
 
     Args:
+        name: As for `make_policy`.
+        workload: The sequences that the engine is prepared for.
+        target: As for `Engine`.
+        drafter: As for `Engine`.
+        tree: The largest tree.
+        *given: As for `Engine`.
         temperature: Of the acceptance that the policy starts from.
         recalibrate: Measure costs even if they are cached.
-        given, how: As for `Engine`.
+        **how: As for `Engine`.
     """
     kind, _ = parts_of(name)
     tree = over_block(drafter, tree)  # as the engine does: a tree has no levels beyond the block
@@ -163,8 +175,10 @@ def adaptive_engine(
 
 
 def prepare(engine: Engine, workload: Workload) -> None:
-    """Compile the rounds of greedy texts for every number of rows, if the engine compiles. Other rounds are compiled
-    when they are first played. An adaptive policy must be a `Probe`."""
+    """Compile the rounds of greedy texts for every number of rows, if the engine compiles.
+
+    Other rounds are compiled when they are first played. An adaptive policy must be a `Probe`.
+    """
     if engine.graphs is None or not engine.graphs.backend.any_bound:
         return
     with workload.begun(engine):
@@ -174,8 +188,10 @@ def prepare(engine: Engine, workload: Workload) -> None:
 
 
 def timed_kinds(engine: Engine) -> list[Kind]:
-    """Return the kinds of rounds to time: every depth, but all or none if rounds are compiled, which takes long; and
-    several numbers of nodes if the policy cuts."""
+    """Return the kinds of rounds to time: every depth, and several numbers of nodes if the policy cuts.
+
+    Compilation takes long, so of compiled rounds only the whole tree and none are timed.
+    """
     kinds = kinds_of(engine.policy)
     if engine.graphs is not None:
         return kinds[:: len(kinds) - 1] if engine.graphs.backend.any_bound else kinds
@@ -199,8 +215,10 @@ def engine_costs(engine: Engine, workload: Workload, recalibrate: bool = False) 
 
 
 def measure_engine(engine: Engine, workload: Workload, repeats: int = REPEATS) -> tuple[Costs, bool]:
-    """Time rounds of 1, 2, 4, ... rows, with everything that the host does for them. Also return whether to cache
-    them: not if the machine was busy, or if some rounds were not compiled yet."""
+    """Time rounds of 1, 2, 4, ... rows, with everything that the host does for them.
+
+    Also return whether to cache them: not if the machine was busy, or if some rounds were not compiled yet.
+    """
     kinds = timed_kinds(engine)
     turns = _turns(engine, kinds)
 

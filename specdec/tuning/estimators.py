@@ -6,6 +6,7 @@ What they learn from is censored: of a round only the children of accepted nodes
 from typing import Any
 
 import numpy as np
+from typing_extensions import override
 
 from specdec.engine.adaptive import Draft, Outcome
 
@@ -36,15 +37,19 @@ class Estimator:
 class DraftProbability(Estimator):
     """The drafter's own probability."""
 
+    @override
     def edges(self, draft: Draft) -> np.ndarray:
         return np.exp(draft.edges)
 
 
 class Calibrated(Estimator):
-    """A logistic function of the log-odds of the drafter's probability: one slope for all, an intercept for each level,
-    fitted online by Newton's method with a ridge (as vLLM's adaptive verification)."""
+    """A logistic function of the log-odds of the drafter's probability: one slope for all, an intercept for each level.
+
+    It is fitted online by Newton's method with a ridge (as vLLM's adaptive verification).
+    """
 
     def __init__(self, levels: int):
+        """Begin with the drafter's own probabilities."""
         self.weights = np.zeros(levels + 1)  # the intercepts, then the slope
         self.weights[-1] = 1.0
         self.start = self.weights.copy()
@@ -58,10 +63,12 @@ class Calibrated(Estimator):
         p = np.clip(np.exp(draft.edges), LEAST, MOST)
         return np.log(p / (1 - p))
 
+    @override
     def edges(self, draft: Draft) -> np.ndarray:
         level = np.maximum(draft.depth - 1, 0)
         return _sigmoid(self.weights[level] + self.weights[-1] * self.feature(draft))
 
+    @override
     def learn(self, outcome: Outcome) -> None:
         if outcome.draft is None:
             return
@@ -75,6 +82,7 @@ class Calibrated(Estimator):
             self.fit()
 
     def fit(self) -> None:
+        """Fit the weights to the last observations."""
         features, labels = zip(*self.seen, strict=True)
         self.features = np.concatenate([self.features, *features])[-WINDOW:]
         self.labels = np.concatenate([self.labels, *labels])[-WINDOW:]
@@ -89,9 +97,12 @@ class Calibrated(Estimator):
 
 
 class Margin(Calibrated):
-    """The same for the margin: the difference of a node's log-probability to that of its best sibling. A node
-    without siblings in the tree has its log-odds as margin."""
+    """The same for the margin: the difference of a node's log-probability to that of its best sibling.
 
+    A node without siblings in the tree has its log-odds as margin.
+    """
+
+    @override
     def feature(self, draft: Draft) -> np.ndarray:
         odds = super().feature(draft)
         siblings = draft.parents[:, :, None] == draft.parents[:, None]
@@ -104,6 +115,7 @@ class Margin(Calibrated):
 class Confident(Estimator):
     """What a confidence head says, of drafters that have one and draft chains; else the drafter's own probability."""
 
+    @override
     def edges(self, draft: Draft) -> np.ndarray:
         if draft.confidence is None:
             return np.exp(draft.edges)
@@ -127,8 +139,10 @@ def make_estimator(name: str, levels: int) -> Estimator:
 
 
 def observed(outcome: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, nodes and labels of a round: for the children of accepted nodes, whether each was right. The other
-    nodes are unknown."""
+    """Return rows, nodes and labels of a round: for the children of accepted nodes, whether each was right.
+
+    The other nodes are unknown.
+    """
     draft: Any = outcome.draft
     path: Any = outcome.path
     on_path = np.zeros(draft.edges.shape, dtype=bool)

@@ -21,9 +21,10 @@ TIMED = {"graphs": False, "compact": False, "abstain": False}
 
 
 def useful_trees(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]:
-    """Every chain and dynamic tree of these topks, 1 to `steps` levels and these numbers of nodes.
+    """Return every chain and dynamic tree of these topks, 1 to `steps` levels and these numbers of nodes.
 
-    Trees of fewer nodes than levels + 1 are left out: their deepest levels would be drafted in vain."""
+    Trees of fewer nodes than levels + 1 are left out: their deepest levels would be drafted in vain.
+    """
     crossed = product(sorted(set(topks)), range(1, steps + 1), sorted(set(nodes)))
     found = [
         Chain(d) if k == 1 else DynamicTree(k, d, n)
@@ -50,9 +51,7 @@ def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]
 def grid_costs(target, drafter, *, remeasure: bool = False, progress: Progress = silent, **how) -> Costs:
     """Return the costs of a pair's trees on this machine: cached ones, else measured ones.
 
-    Args:
-        remeasure: Measure even if costs are cached.
-        progress, how: As for `measure_grid`.
+    remeasure: measure even if costs are cached. progress, how: as for `measure_grid`.
     """
     trees = [tree.text for tree in how.get("statics", ())]
     who = identity(target, drafter, grid=how | {"statics": trees})

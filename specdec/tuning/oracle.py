@@ -20,9 +20,11 @@ class Prediction:
 
 
 def round_contexts(emitted: list[list[int]], prompts: list[int], batch: int) -> Iterator[tuple[int, np.ndarray]]:
-    """For each batch of consecutive questions its size, and the tokens of the longest row before each round [rounds].
+    """Yield for each batch of questions its size, and the tokens of the longest row before each round [rounds].
 
-    emitted: tokens by question and round. prompts: lengths in tokens. A batch runs until its last row has ended."""
+    emitted: tokens by question and round. prompts: lengths in tokens. A batch is consecutive questions, and runs until
+    its last row has ended.
+    """
     for start in range(0, len(emitted), batch):
         rows, lengths = emitted[start : start + batch], prompts[start : start + batch]
         most = max(map(len, rows))
@@ -43,7 +45,9 @@ def predict(
 
     emitted: tokens by question and round with this tree; for plain decoding with any tree. prompts: lengths in
     tokens. drafted: levels by question and round; None: all rounds draft the whole tree.
-    Raises ValueError if no question was decoded beyond its first token."""
+
+    Raises ValueError if no question was decoded beyond its first token.
+    """
     tokens, taken = sum(map(sum, emitted)), sum(map(len, emitted))
     if not tokens:
         raise ValueError("no question was decoded beyond its first token: nothing can be predicted")
@@ -61,8 +65,10 @@ def predict(
 
 
 def _times(costs: Costs, tree: Tree | None, contexts: np.ndarray, size: int, levels: np.ndarray) -> np.ndarray:
-    """Seconds of a batch's rounds, each of which drafts so many levels. Without levels a round is a plain one. A static
-    tree without its last levels is taken to cost what the whole one does."""
+    """Return the seconds of a batch's rounds, each of which drafts so many levels. Without levels a round is plain.
+
+    A static tree without its last levels is assumed to cost the same as the whole tree.
+    """
     times = np.empty(len(contexts))
     for deep in np.unique(levels):
         at = levels == deep
@@ -79,6 +85,7 @@ def clairvoyant(
     It knows the texts, so no way to choose among these trees by round is faster. Found text by text from its end.
 
     Args:
+        costs: Seconds of rounds.
         accepted: For each tree, drafted tokens that are accepted and levels that are drafted, at all roots.
         roots: Number of roots of each text.
         prompts: Length of each prompt in tokens.

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from typing_extensions import override
 
 from specdec.engine.adaptive import Outcome, Policy
 from specdec.tuning.costs import PLAIN, Costs, Kind
@@ -41,14 +42,17 @@ class Rates:
     """For every level the probability that its token is accepted if the previous level was: decayed counts."""
 
     def __init__(self, prior: Sequence[float]):
+        """Begin with a prior: for each level, how often it is accepted if the previous one was."""
         self.prior = np.clip(np.asarray(prior, dtype=float), 0.01, 0.99)
         # Lists: counting happens every round, and a few steps of Python are quicker than numpy for so few numbers.
         self.hits, self.trials = [0.0] * len(prior), [0.0] * len(prior)
         self.missed = 0  # rounds that drafted nothing, which have not been counted yet
 
     def add(self, accepted: Iterable[int], ended: Iterable[bool]) -> None:
-        """Count the rows of one round: tokens that each accepted, and whether its path ended in a leaf, so that nothing
-        is known of the next level."""
+        """Count the rows of one round: tokens that each accepted, and whether its path ended in a leaf.
+
+        After a leaf nothing is known of the next level.
+        """
         hits, trials = [0] * len(self.hits), [0] * len(self.hits)
         for count, leaf in zip(accepted, ended, strict=True):
             for level in range(count):
@@ -62,8 +66,10 @@ class Rates:
             self.trials[level] = memory * self.trials[level] + seen
 
     def tokens(self, errors: float = 0.0) -> np.ndarray:
-        """Return the tokens that a round is expected to emit by levels [D+1]. errors: standard errors added to each
-        level's rate."""
+        """Return the tokens that a round is expected to emit by levels [D+1].
+
+        errors: standard errors added to each level's rate.
+        """
         left = RETURN**self.missed
         counted = left * np.asarray(self.trials) + WEIGHT
         rates = (left * np.asarray(self.hits) + WEIGHT * self.prior) / counted
@@ -82,6 +88,7 @@ class Prompts:
     tokens: float = 0.0  # that these have emitted
 
     def add(self, rows: int, seconds: float | None) -> None:
+        """Count sequences that joined, and the seconds of absorbing their prompts if they were absorbed."""
         self.joined += rows
         if seconds is not None:
             self.seconds, self.absorbed = self.seconds + seconds, self.absorbed + rows
@@ -119,7 +126,7 @@ class Bandit(Policy):
     last: tuple[int, int, int, int] | None = None  # rows, levels, nodes and tokens of the round learnt last
 
     def __init__(self, costs: Costs, kinds: Sequence[Kind], prior: Sequence[float]):
-        """kinds [D+1]: of rounds of 0, 1, ... D levels. prior [D]: as for `Rates`."""
+        """Begin with measured costs, kinds of rounds of 0, 1, ... D levels [D+1], and the prior of `Rates` [D]."""
         self.costs, self.kinds, self.rates, self.prompts = costs, list(kinds), Rates(prior), Prompts()
         self.loads: dict[int, Load] = defaultdict(lambda: Load(np.zeros(len(kinds)), np.zeros(len(kinds))))
         self.kind = (-1, 0)  # load and levels of the rounds that are being timed
@@ -129,6 +136,7 @@ class Bandit(Policy):
 
     # Choices
 
+    @override
     def plan(self, rows: int) -> int:
         self.rounds += 1
         if self._begins():
@@ -184,8 +192,11 @@ class Bandit(Policy):
         return self.speed * np.maximum(own + self._excess(), own / 10)
 
     def _excess(self) -> np.ndarray:
-        """Return the excess of each number of levels [D+1]. Arms with little evidence take after the other drafts, or
-        where there are none after the plain rounds; loads without evidence after the nearest load with any."""
+        """Return the excess of each number of levels [D+1].
+
+        Arms with little evidence take after the other drafts, or where there are none after the plain rounds; loads
+        without evidence after the nearest load with any.
+        """
         known = [load for load, what in self.loads.items() if what.evidence.any()]
         if not known:
             return np.zeros(len(self.kinds))
@@ -208,9 +219,11 @@ class Bandit(Policy):
 
     # Learning
 
+    @override
     def joined(self, rows: int, seconds: float | None) -> None:
         self.prompts.add(rows, seconds)
 
+    @override
     def learn(self, outcome: Outcome) -> None:
         rows = len(outcome.accepted)
         self.last = rows, outcome.levels, outcome.nodes, rows + sum(outcome.accepted)
@@ -222,6 +235,7 @@ class Bandit(Policy):
         if not self.timed:
             self._pay(self._expected(*self.last[:3]))
 
+    @override
     def took(self, seconds: float) -> None:
         if self.last is None:
             return
@@ -236,6 +250,7 @@ class Bandit(Policy):
         if self.since > SETTLE:
             self.block.append((seconds, self._expected(rows, levels, nodes)))
 
+    @override
     def changed(self, rows: int, levels: int) -> None:
         self.block = []
         load = self.loads[round(math.log2(max(rows, 1)))]
@@ -250,9 +265,11 @@ class Bandit(Policy):
         load.credit += tokens / rows * self.pace - seconds if self.trying else SHARE * seconds
 
     def _close(self) -> None:
-        """Learn from a block. Right after a change the machine is what it was before, so what is new is the excess of
-        the arm; later, what is new is the speed of the machine. So arms are compared by blocks that were near each
-        other in time."""
+        """Learn from a block.
+
+        Right after a change the machine is what it was before, so what is new is the excess of the arm; later, what is
+        new is the speed of the machine. So arms are compared by blocks that were near each other in time.
+        """
         if not self.block:
             return
         (taken, own), weight = np.median(self.block, 0), len(self.block) / BLOCK

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+from typing_extensions import override
 
 from specdec.engine.adaptive import Draft, Outcome
 from specdec.tuning.costs import Costs, Kind
@@ -16,13 +17,15 @@ Cut = tuple[np.ndarray | None, float]  # nodes to keep, None for all; and a row'
 
 
 class Survival(Bandit):
-    """Every node of every row's tree is scored by its survival, the product of the estimated acceptances on its path,
-    and the best are verified: as many as give the most expected tokens per second by the measured costs (top S over the
-    batch: vLLM's adaptive verification and TETRIS, for chains; here for trees). How deep to draft follows from what the
-    best nodes of such trees were expected to give lately, at the best width.
+    """Verifies the nodes with the best survival, as many as give the most expected tokens per second by the costs.
 
-    Rows are verified together, padded to the widest. So every row may as well have as many nodes as that one, and what
-    is chosen is the width. No node survives more often than its parent, so the best of a row are closed under parents.
+    The survival of a node is the product of the estimated acceptances on its path. The best of all rows are verified
+    (top S over the batch: vLLM's adaptive verification and TETRIS, for chains; here for trees). How deep to draft
+    follows from what the best nodes of such trees were expected to give lately, at the best width.
+
+    Rows are verified together, padded to the widest. So every row may as well have as many nodes as that one, and
+    what is chosen is the width. No node survives more often than its parent, so the best of a row are closed under
+    parents.
     """
 
     name = "survival"
@@ -62,6 +65,7 @@ class Survival(Bandit):
     def _begins(self) -> bool:
         return self.seen < FIRST or self.drafts < BEGIN
 
+    @override
     def looks(self) -> bool:
         self.unseen += 1
         if not (self._pays() or self._begins()) and self.unseen < SELDOM:
@@ -74,6 +78,7 @@ class Survival(Bandit):
         kind = self.kinds[-1]
         return self.saved > self.costs.seconds(kind._replace(cut=True)) - self.costs.seconds(kind)
 
+    @override
     def keep(self, draft: Draft) -> np.ndarray | None:
         whole, rows = self._begins(), int(draft.live.sum())
         self.drafts, self.seen = self.drafts + 1, self.seen + rows
@@ -91,8 +96,10 @@ class Survival(Bandit):
         return nodes
 
     def _expect(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, every: bool) -> None:
-        """Average what the best nodes of trees of this depth are expected to give. every: of all smaller depths too, as
-        is done now and then."""
+        """Average what the best nodes of trees of this depth are expected to give.
+
+        every: of all smaller depths too, as is done now and then.
+        """
         share = 1 - MEMORY ** int(draft.live.sum())
         for levels in range(1, draft.levels):
             if not every and self.drafts % SELDOM:
@@ -106,8 +113,10 @@ class Survival(Bandit):
 
     @staticmethod
     def _width(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """Return the best nodes of every row, as many as give the most tokens per second. tokens [N], seconds [N+1]: by
-        number of nodes."""
+        """Return the best nodes of every row, as many as give the most tokens per second.
+
+        tokens [N], seconds [N+1]: by number of nodes.
+        """
         speed = tokens / seconds[1 : draft.nodes + 1]
         width = 1 + int(speed.argmax())
         if width == draft.nodes:
@@ -117,9 +126,11 @@ class Survival(Bandit):
 
     @staticmethod
     def _levels(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """Return whole levels, one after the other, as long as the next one pays. That decision must not depend on the
-        level's drawn tokens. If a later level were looked at and then left out, the text would change: whether a drawn
-        token is verified would depend on the tokens after it."""
+        """Return whole levels, one after the other, as long as the next one pays.
+
+        That decision must not depend on the level's drawn tokens. If a later level were looked at and then left out,
+        the text would change: whether a drawn token is verified would depend on the tokens after it.
+        """
         shape, live = draft.depth[0], survival[draft.live].mean(0)
         found, count = 1.0, 1
         for level in range(1, draft.levels + 1):
@@ -131,6 +142,7 @@ class Survival(Bandit):
         whole = count == draft.nodes
         return None if whole else np.broadcast_to(np.arange(count), (len(survival), count)), found / seconds[count]
 
+    @override
     def learn(self, outcome: Outcome) -> None:
         super().learn(outcome)
         if outcome.levels:
@@ -142,6 +154,5 @@ class Survival(Bandit):
 
 
 def _tokens_by_width(survival: np.ndarray) -> np.ndarray:
-    """Return the tokens that a row is expected to emit [N], in the mean of the rows [R,N], with its best 1, 2, ... N
-    nodes."""
+    """Return the tokens that a row is expected to emit [N], the mean of rows [R,N], with its best 1, ... N nodes."""
     return np.sort(survival, 1)[:, ::-1].mean(0).cumsum()

@@ -4,6 +4,8 @@ import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 
+from typing_extensions import override
+
 from specdec.engine.adaptive import Policy
 from specdec.tuning.costs import Costs, Kind
 from specdec.tuning.policy import Rates
@@ -21,8 +23,10 @@ class Table(Policy):
 
     @classmethod
     def parse(cls, text: str, deepest: int) -> "Table":
-        """Return the table of a text such as 1=5,8=3,32=0. Raises ValueError for anything else, and for more levels
-        than the tree has."""
+        """Return the table of a text such as 1=5,8=3,32=0.
+
+        Raises ValueError for anything else, and for more levels than the tree has.
+        """
         if not re.fullmatch(r"\d+=\d+(,\d+=\d+)*", text):
             raise ValueError(f"a table of draft lengths is written ROWS=LEVELS,..., such as 1=5,8=3,32=0, not {text!r}")
         levels = {int(rows): int(depth) for rows, depth in (part.split("=") for part in text.split(","))}
@@ -40,8 +44,10 @@ class Table(Policy):
 
         return cls({rows: best(rows) for rows in costs.rows})
 
+    @override
     def plan(self, rows: int) -> int:
         return self.depths[max(bisect_right(self.starts, rows) - 1, 0)]
 
     def __str__(self) -> str:
+        """Return the text that `parse` reads."""
         return ",".join(f"{rows}={depth}" for rows, depth in zip(self.starts, self.depths, strict=True))

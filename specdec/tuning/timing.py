@@ -41,8 +41,11 @@ def time_rounds(
 
     Args:
         engine: An engine with room for these rows.
+        rows: Number of rows.
+        rounds: Rounds to time in a turn.
         turns: Called before the rounds of each turn, for example to choose another number of levels.
         context: Tokens before the first round, or fewer if the room is too small.
+        sampling: Settings of the rows; None for greedy decoding.
 
     Raises:
         ValueError: A row has no room for a single timed round.
@@ -73,8 +76,10 @@ def time_rounds(
 
 
 def _begin(engine: Engine, rows: int, length: int, sampling: Sampling | None) -> list[Sequence]:
-    """Add rows of `length` tokens that no token ends, with as many EOS ids as `generate` passes: compiled rounds depend
-    on that number."""
+    """Add rows of `length` tokens that no token ends, with as many EOS ids as `generate` passes.
+
+    Compiled rounds depend on that number.
+    """
     eos = frozenset(range(-len(engine.target.eos), 0))
     texts = [[(7 * i + 3 + row) % engine.target.vocab for i in range(length)] for row in range(rows)]
     return [engine.add(text, max_new_tokens=engine.room, sampling=sampling, eos=eos) for text in texts]
@@ -116,8 +121,10 @@ def silent(done: int, of: int) -> None:
 
 
 def in_turns(runs: abc.Sequence[Callable[[], object]], turns: int, progress: Progress = silent) -> list[list]:
-    """Return what each run returned, by turn. All runs take turns, and every other turn goes backwards, so that
-    whatever else the machine does disturbs all runs alike."""
+    """Return what each run returned, by turn.
+
+    All runs take turns, and every other turn goes backwards, so that other load of the machine disturbs all runs alike.
+    """
     found: list[list] = [[] for _ in runs]
     for turn in range(turns):
         order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))

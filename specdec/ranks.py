@@ -20,6 +20,7 @@ def world() -> int:
 
 
 def rank() -> int:
+    """Return the number of this process, from 0."""
     return int(os.environ.get("RANK") or 0)
 
 
@@ -41,9 +42,10 @@ def silence() -> None:
 
 
 def share_output(args: argparse.Namespace, *outputs: str) -> None:
-    """Let number 0 speak for all: the others are silent, and write none of `outputs`, flags of a command.
+    """Let process 0 print and write alone: the others are silent, and write none of `outputs`, flags of a command.
 
-    Raises ValueError if several processes were started without --tp-plan."""
+    Raises ValueError if several processes were started without --tp-plan.
+    """
     if world() == 1:
         return
     if args.tp_plan is None:
@@ -68,8 +70,10 @@ def largest(values: list[int]) -> list[int]:
 
 
 def first_to_end() -> bool:
-    """Whether no other process has said yet why all of them end. A process alone is the first. So is every process
-    under a launcher without torchrun's store."""
+    """Return whether no other process has reported yet why all of them end.
+
+    A process alone is the first. So is every process under a launcher without torchrun's store.
+    """
     if world() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     with suppress(Exception):  # the store may be gone with the machine that held it

@@ -67,6 +67,7 @@ class Replayed:
 
     @property
     def rounds(self) -> int:
+        """Number of rounds of all texts."""
         return sum(row.rounds for row in self.rows)
 
     @property
@@ -100,6 +101,7 @@ class Recording:
     block: int | None = None  # of the drafter
 
     def __post_init__(self) -> None:
+        """Find the roots of the texts, and the tokens that follow each root."""
         self.roots = torch.tensor([text.roots for text in self.texts])  # [Q]
         self.starts = self.roots.cumsum(0) - self.roots  # [Q] where the first root of each text is
         self.following = torch.cat([text.following(self.steps) for text in self.texts])  # [R,D]
@@ -107,7 +109,8 @@ class Recording:
     def levels(self, steps: int) -> Tensor:
         """Return how many levels of a tree of `steps` levels are drafted at each root, [R].
 
-        Raises ValueError if fewer levels were recorded."""
+        Raises ValueError if fewer levels were recorded.
+        """
         if steps > self.steps:
             raise ValueError(f"the tree is {steps} levels deep, but {self.steps} were recorded")
         whole = torch.full((len(self.following),), steps)
@@ -137,4 +140,5 @@ class Recording:
         return Replayed(rows, drafted, nodes / max(sum(map(len, drafted)), 1))
 
     def replay_many(self, trees: Sequence[TreePolicy | Accepted]) -> list[Replayed]:
+        """Replay several trees, as `replay` does."""
         return [self.replay(tree) for tree in trees]

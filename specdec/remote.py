@@ -29,8 +29,11 @@ LONGEST_PAUSE = 30.0
 
 @dataclass(frozen=True)
 class Completion:
-    """An answer. tokens: None from a server that does not return ids. top: by position, the log-probabilities of the
-    most likely tokens, named as the server names them; None if they were not requested or not returned."""
+    """An answer of a server.
+
+    tokens: None from a server that does not return ids. top: by position, the log-probabilities of the most likely
+    tokens, named as the server names them; None if they were not requested or not returned.
+    """
 
     text: str
     tokens: list[int] | None
@@ -84,10 +87,17 @@ class Remote:
     """One model of one server. Its methods may be called from many threads."""
 
     def __init__(self, url: str, model: str | None = None, *, retries: int = 6, timeout: float = 600.0):
-        """url: with or without /v1. model: None takes the only one, or the first. retries: of a request that the server
-        could not answer now, with growing pauses. The key is in the variable OPENAI_API_KEY.
+        """Connect to a server. The key is in the variable OPENAI_API_KEY.
 
-        Raises ValueError, one sentence, if the server cannot be reached or has no such model."""
+        Args:
+            url: Address of the server, with or without /v1.
+            model: Name of the model; None takes the only one, or the first.
+            retries: Attempts, with growing pauses, for a request that the server cannot answer at the moment.
+            timeout: Seconds to wait for an answer.
+
+        Raises:
+            ValueError: The server cannot be reached, or has no such model.
+        """
         self.root = url.rstrip("/").removesuffix("/v1")
         if not self.root.startswith(("http://", "https://")):
             raise ValueError(f"a server's address begins with http:// or https://, got {url!r}")
@@ -119,10 +129,12 @@ class Remote:
         seed: int | None = None,
         logprobs: int | None = None,
     ) -> Completion:
-        """Continue token ids. seed: of draws. logprobs: 0 for those of the emitted tokens, k for the k most likely too.
+        """Continue token ids.
 
-        Raises ValueError with the server's own words if it refuses, or has failed every time; and one sentence that
-        names the field if the answer is no completion."""
+        seed: of draws. logprobs: 0 for those of the emitted tokens, k for the k most likely too.
+        Raises ValueError with the server's own words if the server refuses, or has failed every time, and with the
+        name of the field if the answer is no completion.
+        """
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_new_tokens}
         body |= settings_of(sampling or Sampling()) | ({} if seed is None else {"seed": seed})
         body |= {} if logprobs is None else {"logprobs": logprobs}

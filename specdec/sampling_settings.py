@@ -37,6 +37,7 @@ class Sampling:
     frequency_penalty: float = 0.0
 
     def __post_init__(self) -> None:
+        """Check types and ranges. Raises ValueError for the first wrong value."""
         for setting in fields(self):
             if not isinstance(value := getattr(self, setting.name), int | float) or isinstance(value, bool):
                 check_value(setting, value, setting.name)
@@ -61,10 +62,12 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
+        """Whether the most likely token is taken, without a draw."""
         return self.temperature == 0
 
     @property
     def penalised(self) -> bool:
+        """Whether any penalty is in effect."""
         return not self.active.isdisjoint(PENALTIES)
 
     @cached_property

@@ -34,9 +34,10 @@ MEANT = {  # names of other programs, and of other parts of this one -> ours
 
 
 def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = False, **metadata) -> Any:
-    """A field whose numbers lie between `low` and `high`, both included; above: `low` itself is too little.
+    """Return a field whose numbers lie between `low` and `high`, both included; above: `low` itself is too little.
 
-    metadata: what else the field says, such as its help."""
+    metadata: further metadata of the field, such as its help.
+    """
     return field(default=default, metadata={"low": low, "high": high, "above": above} | metadata)
 
 
@@ -48,9 +49,10 @@ def typed(kind: Any) -> Field:
 
 
 def parameters(call: Callable) -> tuple[dict[str, Field], bool]:
-    """What a class or a function takes by name, each as a field of its type; and whether it takes other names too.
+    """Return the named parameters of a class or function as fields of their types, and whether it takes other names.
 
-    What is not annotated may be anything. `**settings` of a class stand for what the classes above it take."""
+    Parameters without annotation may be anything. `**settings` of a class stands for the parameters of its bases.
+    """
     own = {f.name: f for f in fields(call)} if is_dataclass(call) else {}
     found: dict[str, Field] = {}
     inits = [vars(c)["__init__"] for c in call.__mro__ if "__init__" in vars(c)] if isinstance(call, type) else None
@@ -66,10 +68,11 @@ def parameters(call: Callable) -> tuple[dict[str, Field], bool]:
 
 
 def check(schema: Any, values: Mapping[str, Any], where: str, any_range: Collection[str] = ()) -> None:
-    """Raise ValueError, one sentence, for the first value whose type or range is not that of the field of its name.
+    """Raise ValueError for the first value whose type or range is not that of the field of its name.
 
-    Names that the schema does not have, and fields that have no value, are not looked at. where: what holds the values,
-    for the message; empty for none. any_range: fields of which only the type counts."""
+    Names that the schema does not have, and fields that have no value, are not checked. where: the container of the
+    values, for the message; empty for none. any_range: fields of which only the type counts.
+    """
     for setting in fields(schema):
         if setting.name in values:
             limits = {} if setting.name in any_range else setting.metadata
@@ -77,8 +80,10 @@ def check(schema: Any, values: Mapping[str, Any], where: str, any_range: Collect
 
 
 def check_value(setting: Field, value: Any, name: str, limits: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError, which calls the value `name`, unless it is of the field's type and in its range; limits: in the
-    place of the field's own."""
+    """Raise ValueError, which calls the value `name`, unless it is of the field's type and in its range.
+
+    limits: replace the field's own.
+    """
     kinds = kinds_of(setting.type)
     limits = setting.metadata if limits is None else limits
     if isinstance(value, int | float) and not isinstance(value, bool) and {int, float} & set(kinds):
@@ -148,8 +153,7 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
 
 
 def named_arguments(call: Callable[Given, Found]) -> Callable[Given, Found]:
-    """Return the function, which names the nearest argument where one is unknown, and says how it is called where one
-    is missing."""
+    """Return the function with errors that name the nearest argument, or show the call if one is missing."""
     signature, called = inspect.signature(call), getattr(call, "__name__", "")
     first = [name for name, one in signature.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
 

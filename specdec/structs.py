@@ -53,8 +53,10 @@ class Verdict:
 
 
 class Survivors:
-    """The rows of a batch that continue when others end. The last of them take the places of the ended ones, so
-    dropping one row of many costs the move of one."""
+    """The rows of a batch that continue when others end.
+
+    The last of them take the places of the ended ones, so dropping one row of many costs the move of one.
+    """
 
     def __init__(self, ended: Sequence[bool], device: torch.device):
         """ended: of every row."""
@@ -73,10 +75,14 @@ class Survivors:
 
 
 class SamplingBatch:
-    """The `Sampling` of each row of a batch whose rows differ. `sampling.filters` accepts it in place of a `Sampling`
-    for logits [B, ..., V]."""
+    """The `Sampling` of each row of a batch whose rows differ.
+
+    `sampling.filters` accepts it in place of a `Sampling` for logits [B, ..., V].
+    """
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
+        """Put the settings of the rows into tensors on the device."""
+
         def column(values: list) -> Tensor:
             return torch.tensor(values, device=device)
 
@@ -96,6 +102,8 @@ class SamplingBatch:
 
 
 class Verifier(Protocol):
+    """Rule that decides which tokens of a draft tree are emitted."""
+
     @property
     def lossless(self) -> bool:
         """The output is distributed as the target's own."""
@@ -105,7 +113,8 @@ class Verifier(Protocol):
         """It works on trees of policies that sample only."""
 
     @property
-    def chains_only(self) -> bool: ...
+    def chains_only(self) -> bool:
+        """It works on chains only, trees without siblings."""
 
     @property
     def likeliest_only(self) -> bool:
@@ -118,5 +127,7 @@ class Verifier(Protocol):
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: Any | None
     ) -> Verdict:
-        """logits [B,N,V] of the target at each node, penalties taken off; noise: `sampling.noise.RoundNoise` of the
-        depths of the tree's nodes, None at temperature 0 -> what is emitted."""
+        """Return what is emitted, by logits [B,N,V] of the target at each node, penalties taken off.
+
+        noise: `sampling.noise.RoundNoise` of the depths of the tree's nodes, None at temperature 0.
+        """

@@ -27,8 +27,7 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messag
 
 
 def clean(text: str) -> str:
-    """Make surrogates, which no tokenizer takes, U+FFFD: bytes of the command line that are not UTF-8 arrive as such,
-    and JSON can hold half a pair."""
+    """Replace by U+FFFD surrogates, of bytes that are not UTF-8 or of half a pair in JSON: no tokenizer takes them."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     except UnicodeEncodeError:
@@ -42,8 +41,7 @@ def encode_chat(
     day: str | None = None,
     **variables,
 ) -> list[int]:
-    """Messages -> ids with the chat template of the target, up to where the assistant speaks. `variables` are further
-    ones of the template."""
+    """Return ids of messages in the target's chat template, up to the assistant's turn. `variables`: more of it."""
     try:
         text = render_chat(target.tokenizer, messages, tools, True, day, **variables)
     except TemplateError as error:
@@ -54,9 +52,7 @@ def encode_chat(
 def render_chat(
     tokenizer, messages: list[dict[str, Any]], tools: list | None = None, answer=False, day=None, **variables
 ) -> str:
-    """Return the text of a conversation. answer: with the beginning of the assistant's next turn. day: see `dated`.
-
-    Raises jinja2's TemplateError if the template refuses the conversation, and ValueError if it fails."""
+    """Return a conversation as text, with `answer` up to the assistant's turn. Raises TemplateError or ValueError."""
     if day is not None:
         variables |= {"chat_template": dated(tokenizer.get_chat_template(tools=tools), day)}
     how = {"tools": tools, "add_generation_prompt": answer, "tokenize": False} | variables
@@ -64,10 +60,7 @@ def render_chat(
 
 
 def run_template(render: Callable[..., Made], *given, **how) -> Made:
-    """Return `render(...)`, which runs a chat template. Any thread may call this.
-
-    Raises ValueError, one sentence, for what a template raises besides jinja2's TemplateError, and for one that takes
-    more than `TEMPLATE_SECONDS`."""
+    """Return `render(...)`, which runs a chat template. Raises jinja2's TemplateError, else ValueError."""
     call = Call(render, *given, **how)
     call.join(TEMPLATE_SECONDS)
     if call.is_alive():
@@ -95,9 +88,7 @@ def dated(template: str, day: str) -> str:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list. A list of mappings is one conversation, and one of numbers one prompt.
-
-    Raises ValueError for a prompt that is no text and no list."""
+    """Return a list of one or more prompts. A list of mappings or of numbers is one prompt. Raises ValueError."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping | Integral)):
         return [cast(Prompt, prompts)]
     several = cast(Sequence[Prompt], prompts)
@@ -108,8 +99,11 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def encode_prompt(target: LanguageModel, prompt: Prompt, raw: bool = False) -> list[int]:
-    """A prompt -> ids. A text is a user's message where the tokenizer has a chat template, and plain text if not or if
-    raw; messages ({role, content}) are a conversation, after which the assistant speaks; ids stay as they are."""
+    """Return the ids of a prompt.
+
+    A text is a user's message if the tokenizer has a chat template and not `raw`, else plain text. Messages are a
+    conversation, after which the assistant speaks. Ids stay as they are.
+    """
     if not isinstance(prompt, str):
         return _encode_parts(target, prompt)
     if target.tokenizer is None:
@@ -153,8 +147,10 @@ def check_role(role: str, template: str) -> None:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """One prompt a line; or JSON lines, or in a .json file a list, with `prompt`, with `turns`, of which the first is
-    taken, or with a conversation (`messages`, or ShareGPT's `conversations`), of which the user's first message is."""
+    """Return the prompts of a file with one a line, of JSON lines, or of a list in a .json file.
+
+    Of JSON values: `prompt`, the first of `turns`, or the first user message of `messages` or `conversations`.
+    """
     with open_text(path, "prompt") as file:
         text = file.read() if path.suffix == ".json" else ""
         if text.lstrip().startswith("["):
@@ -197,10 +193,13 @@ def _first_asked(messages: object) -> object:
 
 
 class TextStream:
-    """Token ids -> text as it becomes final. Incomplete characters are held back, and so is text that may begin a stop
-    string. The text ends before the first stop string in it; then `stopped` is true."""
+    """Token ids -> text as it becomes final. The text ends before the first stop string; then `stopped` is true.
+
+    Incomplete characters are held back, and so is text that may begin a stop string.
+    """
 
     def __init__(self, tokenizer, stops: Sequence[str] = ()):
+        """Begin without text."""
         self.tokenizer, self.stops = tokenizer, stops
         self.vocabulary: Any = vocabulary_of(tokenizer) if tokenizer is not None else None
         self.ids: list[int] = []
@@ -240,8 +239,7 @@ class TextStream:
         return self.tokenizer.decode(self.ids[self.start : end], skip_special_tokens=True)
 
     def _settled(self) -> int:
-        """Return the number of ids before a run of byte tokens at the end, which is decoded as one: a later byte that
-        fits no character makes all of it U+FFFD. Special tokens, which are not shown, do not end the run."""
+        """Return the number of ids before a last run of byte tokens: a later byte may make all of it U+FFFD."""
         end = place = len(self.ids)
         while place > self.chunk:
             place -= 1
@@ -268,13 +266,14 @@ class TextStream:
 
 
 class StopStrings:
-    """Ends a row (`engine.sequence.Stop`) at the token that completes one of the strings. Every token is decoded with a
-    few before it, never the whole text, so strings may begin and end within tokens and within accepted paths."""
+    """Ends a row (`engine.sequence.Stop`) at the token that completes a string, which may begin within a token."""
 
     def __init__(self, tokenizer, stops: Sequence[str]):
+        """Look for these strings."""
         self.stream = TextStream(tokenizer, stops)
 
     def add(self, token: int) -> bool:
+        """Return whether this token completes a string."""
         self.stream.feed([token])
         return self.stream.stopped or self.stream.holds_stop()
 

@@ -39,6 +39,7 @@ class Call(threading.Thread, Generic[Made]):
     """A function call in a daemon thread of its own, which has begun. The program may exit while it runs."""
 
     def __init__(self, function: Callable[..., Made], *args, **how) -> None:
+        """Start the call."""
         super().__init__(daemon=True)
         self.future = Future[Made]()
         self.future.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -47,6 +48,7 @@ class Call(threading.Thread, Generic[Made]):
         self.start()
 
     def run(self) -> None:
+        """Run the function, and store its result or its error in `future`."""
         with suppress(SystemExit):  # of a `stop` that comes when the call has just ended
             try:
                 made = self.call()

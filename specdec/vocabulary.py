@@ -34,6 +34,7 @@ class Vocabulary:
     """Token ids -> bytes and texts of a transformers tokenizer."""
 
     def __init__(self, tokenizer):
+        """Read the vocabulary of a tokenizer."""
         self._piece = tokenizer.convert_ids_to_tokens
         self._decode = tokenizer.decode
         self.added = {token: added.content.encode() for token, added in tokenizer.added_tokens_decoder.items()}

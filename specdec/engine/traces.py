@@ -63,7 +63,7 @@ def interval_of(
 
 
 def acceptance_by_depth(rows: list[RowTrace], steps: int) -> list[float]:
-    """Return for d = 1..steps the share of rounds that accepted at least d drafted tokens, over all rounds of these rows.
+    """Return for d = 1..steps the share of these rows' rounds that accepted at least d drafted tokens.
 
     The share is 0 without a round. `DEPTH_IN_WORDS` names this definition under charts and tables.
     """

@@ -27,7 +27,7 @@ Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messag
 
 
 def clean(text: str) -> str:
-    """Replace by U+FFFD surrogates, of bytes that are not UTF-8 or of half a pair in JSON: no tokenizer takes them."""
+    """Replace surrogates, which no tokenizer takes, by U+FFFD: bytes that are not UTF-8, or half a pair in JSON."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     except UnicodeEncodeError:
@@ -41,7 +41,7 @@ def encode_chat(
     day: str | None = None,
     **variables,
 ) -> list[int]:
-    """Return ids of messages in the target's chat template, up to the assistant's turn. `variables`: more of it."""
+    """Return the ids of messages, up to the assistant's turn. `variables`: of the chat template."""
     try:
         text = render_chat(target.tokenizer, messages, tools, True, day, **variables)
     except TemplateError as error:
@@ -88,7 +88,7 @@ def dated(template: str, day: str) -> str:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of one or more prompts. A list of mappings or of numbers is one prompt. Raises ValueError."""
+    """Return one or several prompts as a list, where a list of mappings or of numbers is one prompt."""
     if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], Mapping | Integral)):
         return [cast(Prompt, prompts)]
     several = cast(Sequence[Prompt], prompts)

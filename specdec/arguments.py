@@ -44,7 +44,7 @@ TYPES: dict[str, Any] = {
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy as one of Python; anything else as it is."""
+    """Return a number of NumPy as one of Python; anything else as it is."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -73,7 +73,7 @@ def check_prompts(prompts: Any, order: str) -> None:
 
 
 def as_target(target: "LanguageModel | PreTrainedModel | str | Path") -> LanguageModel:
-    """A target; a name is loaded, and a model of transformers is taken as it is in memory."""
+    """Return a target; a name is loaded, and a model of transformers is taken as it is in memory."""
     if isinstance(target, Drafter):
         raise TypeError(f"target is the drafter {shown(target)}: the target comes first, then the drafter")
     if isinstance(target, nn.Module):
@@ -84,7 +84,7 @@ def as_target(target: "LanguageModel | PreTrainedModel | str | Path") -> Languag
 
 
 def as_drafter(drafter: "Drafter | PreTrainedModel | str | Path | None", target: LanguageModel) -> Drafter | None:
-    """A drafter; a name is loaded, and a model of transformers becomes a draft model."""
+    """Return a drafter; a name is loaded, and a model of transformers becomes a draft model."""
     check_drafter(drafter)
     return drafter if drafter is None or isinstance(drafter, Drafter) else load_drafter(drafter, target)
 
@@ -126,7 +126,7 @@ def as_tree(tree: Any, drafter: Drafter | None, **words: int | None) -> TreePoli
 
 
 def as_verifier(verifier: Verifier | str) -> Verifier:
-    """A verifier; a name of conf/verifier is made."""
+    """Return a verifier; a name of conf/verifier is made."""
     if not isinstance(verifier, str) and not (callable(verifier) and hasattr(verifier, "lossless")):
         raise TypeError(f"verifier must be a name such as match, or a verifier, got {shown(verifier)}")
     return make_verifier(verifier) if isinstance(verifier, str) else verifier

@@ -64,7 +64,7 @@ class Coupled(Children):
     """
 
     def __init__(self, noise: RoundNoise, sampling: Sampling | SamplingBatch, trust: float = 1.0):
-        """trust: `Drafter.trust`."""
+        """Draw with this trust, as `Drafter.trust`."""
         self.noise, self.sampling, self.trust = noise, sampling, trust
         self.of: tuple[Vocabulary, Tensor] | None = None
 
@@ -109,7 +109,7 @@ class Drawn(Children):
 def children_of(
     kind: str, sampling: Sampling | SamplingBatch, noise: RoundNoise | None, trust: float = 1.0
 ) -> Children:
-    """The children of one round. noise None: temperature 0, at which none are coupled. trust: `Drafter.trust`."""
+    """Return the children of one round. noise None: temperature 0, where none are coupled. trust: `Drafter.trust`."""
     if kind == "drawn":
         return Drawn(noise, sampling)
     return Coupled(noise, sampling, trust) if kind == "coupled" and noise is not None else LIKELIEST

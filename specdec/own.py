@@ -38,24 +38,24 @@ def is_own(text: object) -> bool:
 
 
 def split(text: str) -> tuple[str, str | None]:
-    """FILE.py:NAME:CHECKPOINT -> FILE.py:NAME and CHECKPOINT; None for a part that is missing."""
+    """Split FILE.py:NAME:CHECKPOINT into FILE.py:NAME and CHECKPOINT; None for a part that is missing."""
     found = FORM.fullmatch(text)
     return (text, None) if found is None else (f"{found['file']}:{found['name'] or ''}", found["checkpoint"])
 
 
 def short(text: str) -> str:
-    """The name that a checkpoint stores: `my.py:create` for ../folder/my.py:create; an entry point as it is."""
+    """Return the name that a checkpoint stores: `my.py:create` for ../folder/my.py:create; an entry point as it is."""
     found = FORM.fullmatch(text)
     return text if found is None else f"{Path(found['file']).name}:{found['name']}"
 
 
 def passed(name: str) -> Callable | None:
-    """The part of this `short` name if the user has named it in this process."""
+    """Return the part of this `short` name if the user has named it in this process."""
     return _passed.get(name, ("", None))[1]
 
 
 def as_passed(name: str) -> str:
-    """A `short` name as the user has written it in this process."""
+    """Return a `short` name as the user has written it in this process."""
     return _passed.get(name, (name, None))[0]
 
 
@@ -66,7 +66,7 @@ def _entry_points(**of: str):
 
 
 def points() -> set[str]:
-    """The names of all entry points for parts of specdec."""
+    """Return the names of all entry points for parts of specdec."""
     return {point.name for group in POINTS.values() for point in _entry_points(group=group)}
 
 
@@ -108,7 +108,7 @@ def _of_file(file: str, name: str | None) -> Any:
 
 @cache
 def _module(path: Path, changed: int) -> Any:
-    """The module of a file. changed: when the file was written, so that an edited file is read again."""
+    """Import the module of a file. changed: when the file was written, so that an edited file is read again."""
     name = f"{MODULE}{hashlib.sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
     spec: Any = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

@@ -15,7 +15,7 @@ GONE = ("gloo", "NCCL", "Connection closed by peer", "Connection reset by peer")
 
 
 def world() -> int:
-    """How many processes there are; 1 without a launcher."""
+    """Return the number of processes; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -25,7 +25,7 @@ def rank() -> int:
 
 
 def leave() -> None:
-    """Close what the processes talk through. Threads of it that still run when a process ends can abort it."""
+    """Close the connections between processes. Their threads can abort a process that ends while they run."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
@@ -59,7 +59,7 @@ def share_output(args: argparse.Namespace, *outputs: str) -> None:
 
 
 def largest(values: list[int]) -> list[int]:
-    """The largest of all processes' values, place by place; every process must call it."""
+    """Return the largest of all processes' values, place by place; every process must call this."""
     import torch
     from torch import distributed
 

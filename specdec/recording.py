@@ -45,7 +45,7 @@ class Text:
 
 @dataclass
 class Accepted:
-    """What one tree does at every root: tensors [R]."""
+    """Result of one tree at every root: tensors [R]."""
 
     accepted: Tensor  # drafted tokens that the text runs through
     nodes: Tensor  # that are verified, the root counted
@@ -54,7 +54,7 @@ class Accepted:
 
 @dataclass
 class Replayed:
-    """What decoding with one tree would have done, by text and round."""
+    """Result that decoding with one tree would have had, by text and round."""
 
     rows: list[RowTrace]
     drafted: list[list[int]]  # levels; 0 where the drafter has nothing to propose
@@ -62,7 +62,7 @@ class Replayed:
 
     @property
     def emitted(self) -> list[list[int]]:
-        """How many tokens each round of each text emits."""
+        """Number of tokens that each round of each text emits."""
         return [row.emitted for row in self.rows]
 
     @property
@@ -77,7 +77,7 @@ class Replayed:
 
     @property
     def tau(self) -> float:
-        """Emitted tokens a round; see `specdec.engine.traces.tau`."""
+        """Emitted tokens per round; see `specdec.engine.traces.tau`."""
         return tau(self.rows)
 
 

@@ -21,12 +21,12 @@ GROUPS = sorted(folder.name for folder in CONF.iterdir() if folder.is_dir())
 
 
 def names(group: str) -> list[str]:
-    """The names of a group, such as 'tree' or 'verifier', in alphabetical order."""
+    """Return the names of a group, such as 'tree' or 'verifier', in alphabetical order."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
 def settings(group: str, name: str) -> dict:
-    """What conf/GROUP/NAME.yaml holds. Raises ValueError, with the names that there are, for any other name."""
+    """Return the content of conf/GROUP/NAME.yaml. Raises ValueError, with the known names, for any other name."""
     known = names(group)
     if name not in known:
         yours = ", or name your own as FILE.py:NAME" if group in own.POINTS else ""
@@ -36,7 +36,7 @@ def settings(group: str, name: str) -> dict:
 
 @cache
 def _read_once(file: Path) -> dict:
-    """The file is read several times at every start."""
+    """Read a file, which is needed several times at every start, once."""
     return read_yaml(file, "settings")
 
 
@@ -84,14 +84,14 @@ def _ours(name: str) -> bool:
 
 
 def named(group: str, dotted: str) -> Callable:
-    """The class or function of a dotted name, or the user's own of FILE.py:NAME."""
+    """Return the class or function of a dotted name, or the user's own of FILE.py:NAME."""
     mine = group in own.POINTS and (own.is_own(dotted) or "." not in dotted)
     part = own.find(group, dotted) if mine else None
     return pkgutil.resolve_name(dotted) if part is None else part
 
 
 def target(group: str, name: str) -> Any:
-    """The class or function that conf/GROUP/NAME.yaml names as its `_target_`."""
+    """Return the class or function that conf/GROUP/NAME.yaml names as its `_target_`."""
     module, _, attribute = settings(group, name)["_target_"].rpartition(".")
     return getattr(import_module(module), attribute)
 

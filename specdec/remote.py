@@ -168,7 +168,7 @@ class Remote:
             )
 
     def _ask(self, path: str, body: dict | None = None, retries: int | None = None) -> dict:
-        """GET, or POST a body; the JSON that comes back."""
+        """Send GET, or POST a body, and return the JSON that comes back."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"content-type": "application/json"}
         if key := os.environ.get("OPENAI_API_KEY"):
@@ -199,7 +199,7 @@ class Remote:
 
 
 class Refused(ValueError):
-    """The server does not take this request."""
+    """The server rejects this request."""
 
 
 def settings_of(sampling: Sampling) -> dict[str, Any]:
@@ -209,12 +209,12 @@ def settings_of(sampling: Sampling) -> dict[str, Any]:
 
 
 def seed_of(seed: int, number: int) -> int:
-    """The seed of request number `number`: one of 48 bits that depends on both."""
+    """Return the seed of request number `number`: one of 48 bits that depends on both."""
     return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:6], "big")
 
 
 def in_order(function, items: Iterable, at_once: int) -> Iterator:
-    """function(item) for each item, `at_once` at a time in threads, in the order of the items."""
+    """Return function(item) for each item, `at_once` at a time in threads, in the order of the items."""
     items = iter(items)
     with ThreadPoolExecutor(at_once) as pool:
         waiting = [pool.submit(function, item) for item in islice(items, at_once)]
@@ -236,7 +236,7 @@ def _object(data: bytes) -> dict:
 
 
 def _message(error: urllib.error.HTTPError) -> str:
-    """What an error says, in OpenAI's form or any other."""
+    """Return the message of an error, in OpenAI's form or any other."""
     try:
         body = json.loads(error.read())
         said = body.get("error", body)

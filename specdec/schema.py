@@ -42,7 +42,7 @@ def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = Fal
 
 
 def typed(kind: Any) -> Field:
-    """A field of this type that is of no dataclass, and has no range."""
+    """Return a field of this type that belongs to no dataclass, and has no range."""
     made = field()
     made.type = kind
     return made
@@ -100,14 +100,14 @@ def check_value(setting: Field, value: Any, name: str, limits: Mapping[str, Any]
 
 
 def kinds_of(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, in order; the type itself if it is none."""
+    """Return the types of a union, in order; the type itself if it is no union."""
     if get_origin(annotation) in (types.UnionType, typing.Union):
         return get_args(annotation)
     return (annotation,)
 
 
 def shown(value: Any) -> str:
-    """A value as a message shows it."""
+    """Return a value as a message shows it."""
     try:
         text = "null" if value is None else " ".join(repr(value).split())
     except (ValueError, RecursionError):  # a number of thousands of digits, or a list in a list in a list ...
@@ -172,7 +172,7 @@ def named_arguments(call: Callable[Given, Found]) -> Callable[Given, Found]:
 
 
 def nearest(name: str, known: Any) -> str:
-    """The names that are nearest to a wrong one, or all that there are."""
+    """Return the known names that are nearest to a wrong one, or all known names."""
     names = [n for n in (known.parameters if isinstance(known, inspect.Signature) else known) if n != "others"]
     meant = MEANT.get(name)
     return meant if meant is not None and meant in names else ", ".join(difflib.get_close_matches(name, names) or names)

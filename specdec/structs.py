@@ -37,7 +37,7 @@ class DraftTree:
     topk: int | None = None  # the most children of a node; here so that a verifier with q need not read a tensor for it
 
     def drawn_from(self) -> tuple[Tensor, int]:
-        """`q` and `topk`. Raises ValueError for a tree whose children were not drawn."""
+        """Return `q` and `topk`. Raises ValueError for a tree whose children were not drawn."""
         if self.q is None or self.topk is None:
             raise ValueError("this verifier needs a tree whose children were drawn from the drafter")
         return self.q, self.topk
@@ -59,7 +59,7 @@ class Survivors:
     """
 
     def __init__(self, ended: Sequence[bool], device: torch.device):
-        """ended: of every row."""
+        """Find the surviving rows. ended: of every row."""
         self.count = sum(not over for over in ended)  # B'
         later = (row for row in range(self.count, len(ended)) if not ended[row])
         # Of each row that moves, where it is and where it goes. No place is among both.
@@ -97,7 +97,7 @@ class SamplingBatch:
 
     @property
     def program(self) -> tuple[bool, ...]:
-        """The part of it that decides which operators run. A CUDA graph is captured for each value."""
+        """The filters that decide which operators run. A CUDA graph is captured for each value."""
         return self.any_cut, self.any_min_p
 
 

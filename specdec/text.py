@@ -117,7 +117,7 @@ def encode_prompt(target: LanguageModel, prompt: Prompt, raw: bool = False) -> l
 
 
 def _encode_parts(target: LanguageModel, prompt: Sequence[Mapping[str, str]] | Sequence[int]) -> list[int]:
-    """Messages or token ids -> ids."""
+    """Return the ids of messages, or of token ids."""
     numbers = [int(part) for part in prompt if isinstance(part, Integral)]
     if len(numbers) == len(prompt):
         return numbers
@@ -166,7 +166,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def _row(line: str, where: str, suffix: str) -> object:
-    """What a line holds: JSON, or the prompt itself."""
+    """Return the content of a line: JSON, or the prompt itself."""
     check_length(line, where)
     return parse_json(line, where) if suffix in (".jsonl", ".json") else line.removesuffix("\n")
 
@@ -186,7 +186,7 @@ def _prompt_of(row: object, where: str) -> str:
 
 
 def _first_asked(messages: object) -> object:
-    """The user's first message, in OpenAI's or in ShareGPT's words; None if there is none."""
+    """Return the user's first message, in OpenAI's or in ShareGPT's words; None if there is none."""
     given = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
     asked = (m for m in given if ROLES.get(str(m.get("role", m.get("from")))) == "user")
     return next((m.get("content", m.get("value")) for m in asked), None)
@@ -210,7 +210,7 @@ class TextStream:
         self.stopped = False
 
     def feed(self, ids: list[int]) -> str:
-        """The text that these ids make final."""
+        """Add ids, and return the text that they make final."""
         self.ids += ids
         end = self._settled()
         text = self._decode(end)
@@ -225,7 +225,7 @@ class TextStream:
         return self._until_stop(new)
 
     def end(self) -> str:
-        """What was held back: nothing more is to come."""
+        """Return the text that was held back, because no ids follow."""
         return self._until_stop(self._decode(len(self.ids))[self.given :]) + self.held
 
     def holds_stop(self) -> bool:
@@ -279,7 +279,7 @@ class StopStrings:
 
 
 def cut_at_stop(text: str, stops: Sequence[str]) -> str:
-    """The text before the first stop string in it."""
+    """Return the text before the first stop string in it."""
     return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
@@ -292,7 +292,7 @@ def check_stops(stops: Sequence[str], tokenizer=True) -> None:
 
 
 def decode_row(tokenizer, tokens: list[int], stops: Sequence[str] = ()) -> str:
-    """The text of new tokens without special ones; it ends before the first stop string. Without a tokenizer: ''."""
+    """Return the text of tokens without special ones, up to the first stop string. Without a tokenizer: ''."""
     if tokenizer is None:
         return ""
     return cut_at_stop(tokenizer.decode(tokens, skip_special_tokens=True), stops)

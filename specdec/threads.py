@@ -79,7 +79,7 @@ class Threads:
     usual: int | None = None  # torch's number while ours is smaller
 
     def __init__(self, on: bool) -> None:
-        """on: False leaves torch's number of threads as it is."""
+        """Adapt the threads of torch; `on` False leaves their number as it is."""
         self.fixed = not on or "OMP_NUM_THREADS" in os.environ or not os.path.exists(STAT)
         self.cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if not self.fixed else set()
         self.looked, self.busy = time.monotonic(), self._others()

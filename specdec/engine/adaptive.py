@@ -31,7 +31,7 @@ class Draft:
 
 @dataclass
 class Outcome:
-    """What a round did to the rows that decoded in it, R of them."""
+    """Result of a round for the R rows that decoded in it."""
 
     levels: int  # drafted; 0 for a plain round
     nodes: int  # verified for each row, the root included
@@ -52,19 +52,19 @@ class Policy:
 
     @property
     def cuts(self) -> bool:
-        """May leave out nodes of a draft, which the host must see for that: such rounds are eager."""
+        """Whether nodes of a draft may be left out, which the host must see for that: such rounds are eager."""
         return type(self).keep is not Policy.keep
 
     def plan(self, rows: int) -> int:
-        """How many levels to draft for so many rows, 0 to D; 0 is a plain round."""
+        """Return how many levels to draft for so many rows, 0 to D; 0 is a plain round."""
         raise NotImplementedError
 
     def looks(self) -> bool:
-        """Whether to ask `keep` about the draft that was planned last. If not, all of it is verified."""
+        """Return whether to ask `keep` about the draft that was planned last. If not, all of it is verified."""
         return False
 
     def keep(self, draft: Draft) -> np.ndarray | None:
-        """The nodes to verify, [B,n] ascending and root first, closed under parents; None for all of them."""
+        """Return the nodes to verify, [B,n] ascending and root first, closed under parents; None for all of them."""
         return None
 
     def learn(self, outcome: Outcome) -> None:
@@ -84,12 +84,12 @@ class Policy:
 
 
 class Fixed(Policy):
-    """As many levels at any load."""
+    """The same number of levels at any load."""
 
     name = "fixed"
 
     def __init__(self, levels: int):
-        """levels: 0 decodes plainly."""
+        """Always draft this many levels; 0 decodes plainly."""
         self.levels = levels
 
     def plan(self, rows: int) -> int:

@@ -119,7 +119,7 @@ class Batch:
             self._graph(self.room, None)
 
     def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
-        """Also return the settings of these rows alone, their first tokens counted."""
+        """Prefill sequences. Also return the settings of these rows alone, their first tokens counted."""
         settings = self._settings(sequences)
         prompts = [s.prompt for s in sequences]
         root, state, fields = self.round.prefill(prompts, self.cache, row, settings, self.controller, self.reading)
@@ -206,7 +206,7 @@ class Batch:
         return report
 
     def _replays(self) -> bool:
-        """Whether the next round is captured. Masks of grammars come from the host, so rounds with masks are eager."""
+        """Return whether the next round is captured: masks of grammars come from the host and make rounds eager."""
         return self.executor.fixed and not self.tensors.settings.masks
 
     def _shed(self, over: list[bool]) -> None:

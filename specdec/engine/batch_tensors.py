@@ -48,7 +48,7 @@ class BatchTensors:
         self.clear()
 
     def clear(self) -> None:
-        """Use no row, and forget what the caches hold."""
+        """Use no row, and empty the caches."""
         self.cache.clear(0)
         if self.draft_cache is not None:  # another engine may have let the drafter make one of its own
             self.drafter.cache = self.draft_cache.clear(0)
@@ -70,7 +70,7 @@ class BatchTensors:
     # Rows
 
     def store(self, root: Tensor, state: DraftState | None) -> None:
-        """Take what a round leaves to the next one."""
+        """Store what a round leaves to the next one."""
         if not self.fixed:
             self.root, self.state = root, state
             return
@@ -115,7 +115,7 @@ class BatchTensors:
             self.drafter.reset(self.rows, self.draft_slots)
 
     def bound(self, length: int) -> None:
-        """No row that decodes has committed more than `length` tokens."""
+        """Set a bound: no row that decodes has committed more than `length` tokens."""
         self.cache.max_len = length
         if self.draft_cache is not None:
             self.draft_cache.max_len = length + 1  # that of a draft model holds token 0 too
@@ -175,7 +175,7 @@ class BatchTensors:
 
 
 def _program(sampling) -> Any:
-    """Return what of a sampling decides which operators run: a `Sampling`, or the filters of a `SamplingBatch`."""
+    """Return the part of a sampling that decides which operators run: a `Sampling`, or filters of a `SamplingBatch`."""
     return sampling.program if isinstance(sampling, SamplingBatch) else sampling
 
 

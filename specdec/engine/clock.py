@@ -31,7 +31,7 @@ class Clock:
         return self.gone + len(self.marks)
 
     def mark(self, part: str) -> None:
-        """The time since the last mark belongs to `part`."""
+        """Attribute the time since the last mark to `part`."""
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -40,14 +40,14 @@ class Clock:
             self.marks.append((part, time.perf_counter()))
 
     def seconds(self, first: int = 0) -> dict[str, float]:
-        """By part, from mark `first` on; waits for the device."""
+        """Return the seconds of each part from mark `first` on. This waits for the device."""
         total = defaultdict(float, self.folded if first < self.gone else {})
         for part, seconds in self.intervals(first):
             total[part] += seconds
         return dict(total)
 
     def intervals(self, first: int = 0) -> list[tuple[str, float]]:
-        """Each mark's part and its seconds, in order, from mark `first` on; waits for the device."""
+        """Return each mark's part and its seconds, in order, from mark `first` on. This waits for the device."""
         if self.cuda:
             self.marks[-1][1].synchronize()  # the others were recorded before it
         return [
@@ -56,7 +56,7 @@ class Clock:
         ]
 
     def fold(self) -> None:
-        """Once there are many marks, keep only their sums; waits for the device then."""
+        """Replace the marks by their sums once there are many. Then this waits for the device."""
         if len(self.marks) > MOST:
             for part, seconds in self.intervals(self.gone):
                 self.folded[part] += seconds

@@ -42,12 +42,12 @@ def checked(target: LanguageModel, drafter: Drafter, policy: TreePolicy, verifie
 
 
 def most_steps(drafter: Drafter) -> int | None:
-    """How many tokens ahead a drafter can guess; None: any number."""
+    """Return how many tokens ahead a drafter can guess; None for any number."""
     return min((most for most in (drafter.max_steps, drafter.block) if most is not None), default=None)
 
 
 def over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:
-    """The policy, and if it takes marginals that over the drafter's block. Raises ValueError if there is none."""
+    """Return the policy, over the drafter's block if it takes marginals. Raises ValueError if there is no block."""
     if not policy.marginals:
         return policy
     if drafter.block is None:

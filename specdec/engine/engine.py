@@ -293,7 +293,7 @@ class Engine:
         self.waiting, self.loop, self.room, self.read_part = [], None, 0, False
 
     def _check_memory(self, request: Request, allocated: bool = False) -> None:
-        """ValueError for what a GPU cannot hold, before anything is allocated."""
+        """Raise ValueError for a request that a GPU cannot hold, before anything is allocated."""
         if is_limited(self.device):
             wanted = plan(self.round, request, self.graphs is not None)
             check(wanted, free_bytes(self.device, wanted.needed_again if allocated else wanted.needed), allocated)

@@ -30,7 +30,7 @@ CUBLAS = 32 * 2**20  # the workspace that torch gives cuBLAS on Hopper and Black
 
 @dataclass(frozen=True)
 class Request:
-    """What one call asks for. room: tokens of the longest row, new ones included; prompt: of the longest prompt."""
+    """Size of one call. room: tokens of the longest row, new ones included; prompt: of the longest prompt."""
 
     batch: int
     prompt: int
@@ -61,17 +61,17 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """What must be free."""
+        """Bytes that must be free."""
         return self.target_cache + self.draft_cache + self.needed_again + self.graphs
 
     @property
     def needed_again(self) -> int:
-        """What must be free if the caches, and the graphs on them, are there from an earlier call."""
+        """Bytes that must be free if the caches, and the graphs on them, exist from an earlier call."""
         return max(self.prefill, self.round) + self.libraries
 
 
 def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
-    """The memory of a request for these rounds. `request.room` already is what caches are made for."""
+    """Return the memory of a request for these rounds. `request.room` is already the room of the caches."""
     target, drafter, policy = round_.target, round_.drafter, round_.policy
     batch, nodes, width, vocab = request.batch, round_.nodes, target.dtype.itemsize, target.vocab
     slots = round_.target_slots(request.room)
@@ -112,7 +112,7 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
 
 
 def cublas_workspace() -> int:
-    """Bytes that torch gives cuBLAS for each stream: what CUBLAS_WORKSPACE_CONFIG says, `:KIB:COUNT` once or more."""
+    """Return bytes that torch gives cuBLAS for each stream: CUBLAS_WORKSPACE_CONFIG, `:KIB:COUNT` once or more."""
     sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return sum(int(kib) * 1024 * int(count) for kib, count in sizes) or CUBLAS
 
@@ -146,7 +146,7 @@ def _scores(target, batch: int, prompt: int, window: int | None) -> int:
 
 
 def key_heads(target, masked: bool) -> int:
-    """The key heads that torch's attention is given for a prompt: one for each query head if it cannot share them."""
+    """Return the key heads that torch's attention is given for a prompt: one per query head if it cannot share."""
     kv_heads, dim = target.cache_shape
     like = torch.empty(0, dim, dtype=target.dtype, device=target.device)
     return kv_heads if shares_key_heads(like, masked) else target.query_heads
@@ -186,12 +186,12 @@ def _layers(target, drafter: Drafter | None, positions: int) -> int:
 
 
 def _experts(drafter: Drafter | None) -> int:
-    """Few tokens read copies of the experts that they chose, together at most all of them."""
+    """Return the bytes of the copies of the chosen experts that few tokens read, together at most all of them."""
     return 0 if drafter is None else sum(p.nbytes for p in drafter.parameters() if p.ndim == 3)
 
 
 def weight_bytes(*models: Any) -> int:
-    """Bytes of all parameters and buffers of the models that are given; what is shared counts once."""
+    """Return the bytes of all parameters and buffers of the models that are given; shared memory counts once."""
     storages = {
         x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
         for part in models
@@ -202,12 +202,12 @@ def weight_bytes(*models: Any) -> int:
 
 
 def is_limited(device: torch.device) -> bool:
-    """Is memory counted before it is taken?"""
+    """Return whether memory is counted before it is taken."""
     return device.type == "cuda"
 
 
 def free_bytes(device: torch.device, wanted: int) -> int:
-    """What a GPU can still give, as far as needed to know whether `wanted` bytes are among it."""
+    """Return what a GPU can still give, as far as needed to know whether `wanted` bytes are among it."""
     free = torch.cuda.mem_get_info(device)[0]
     if free < wanted:  # only then, as that takes time
         free += unused_bytes(torch.cuda.memory_snapshot(), device.index)

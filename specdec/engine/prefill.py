@@ -18,7 +18,7 @@ from specdec.model.language_model import LanguageModel
 
 @dataclass
 class Read:
-    """What the target made of a prompt of one row."""
+    """Result of the target for a prompt of one row."""
 
     cache: KVCache
     logits: Tensor  # [1,1,V] after the last token
@@ -41,7 +41,7 @@ class Reading:
         self.drop()
 
     def drop(self) -> None:
-        """Forget the prompt."""
+        """Drop the prompt."""
         self.sequence: Sequence | None = None
         self.done = 0  # tokens
         self.feats: list[Tensor] = []
@@ -58,7 +58,7 @@ class Reading:
         return found is not None and (not several or 2 * found[1] >= len(sequence.prompt))
 
     def wants(self, sequence: Sequence, several: bool) -> bool:
-        """Is its prompt to be read here, and not read yet?"""
+        """Return whether the prompt is to be read here and has not been read yet."""
         return self.logits is None if self.sequence is sequence else self.apart(sequence, several)
 
     def read(self, sequence: Sequence) -> None:
@@ -81,7 +81,7 @@ class Reading:
             self.feats.append(feats)
 
     def _begin(self, sequence: Sequence) -> None:
-        """What another prompt has left of its beginning need not be read."""
+        """Begin with the cached beginning of another prompt, which need not be read."""
         found = None if self.prefixes is None else self.prefixes.find(sequence.prompt)
         if self.prefixes is None or found is None:
             return
@@ -93,7 +93,7 @@ class Reading:
         sequence.cached = self.done
 
     def keep(self, prompts: abc.Sequence[abc.Sequence[int]], rows: KVCache, feats: Tensor | None) -> None:
-        """Remember prompts that have been read, where that is wanted: their rows, and feats [R,T,F]."""
+        """Store prompts that have been read in the prefix cache, if there is one: their rows, and feats [R,T,F]."""
         if self.prefixes is None:
             return
         for row, prompt in enumerate(prompts):
@@ -101,7 +101,7 @@ class Reading:
             self.prefixes.keep(prompt, [layer[:, row : row + 1] for layer in rows.layers], of_row)
 
     def take(self, prompts: abc.Sequence[abc.Sequence[int]]) -> Read | None:
-        """What the target made of the only one of these, if it has been read here. It is forgotten here."""
+        """Return the target's result for the only one of these prompts, if it was read here, and drop it here."""
         own = None if self.sequence is None else self.sequence.prompt
         if len(prompts) != 1 or self.logits is None or prompts[0] is not own:
             return None

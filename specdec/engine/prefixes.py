@@ -19,7 +19,7 @@ LEAST = 32  # tokens that begin alike: fewer are read as fast
 
 @dataclass(eq=False)
 class Prefix:
-    """What a prompt of T tokens has left."""
+    """Cached keys, values and features of a prompt of T tokens."""
 
     tokens: Tensor  # [T], on the CPU
     layers: list[Tensor]  # keys and values of each, [2,1,T,K,Dh]
@@ -32,13 +32,13 @@ class Prefix:
         return self.tokens.nbytes + sum(x.nbytes for x in parts)
 
     def shared(self, tokens: Tensor) -> int:
-        """How many tokens begin it and tokens [T']."""
+        """Return the number of first tokens that the prefix shares with tokens [T']."""
         most = min(len(tokens), len(self.tokens))
         return int((self.tokens[:most] == tokens[:most]).long().cumprod(0).sum())
 
 
 class Prefixes:
-    """Beginnings of prompts, of so many bytes at most."""
+    """Cached beginnings of prompts, of a limited number of bytes."""
 
     def __init__(self, budget: int):
         """Begin without prefixes. budget: bytes that all of them may take."""
@@ -59,7 +59,7 @@ class Prefixes:
         return some[place], shared
 
     def touch(self, prefix: Prefix) -> None:
-        """It is used."""
+        """Mark a prefix as the last one used."""
         self.used[prefix] = self.used.pop(prefix)
 
     def keep(self, prompt: abc.Sequence[int], layers: abc.Sequence[Tensor], feats: Tensor | None) -> None:

@@ -99,7 +99,7 @@ class TracedRow:
 
     @cached_property
     def chains(self) -> bool:
-        """Was nothing drafted but chains?"""
+        """Whether only chains were drafted."""
         trees = [r.tree.parents for r in self.rounds if r.tree is not None]
         return all(torch.equal(p[1:], torch.arange(len(p) - 1, dtype=p.dtype)) for p in trees)
 
@@ -182,7 +182,7 @@ class Recorder(Observer):
 
 
 def _first_levels(tree: TracedTree, levels: int) -> TracedTree | None:
-    """The nodes of the first `levels` levels, which come first; None without any."""
+    """Return the nodes of the first `levels` levels, which come first; None without any."""
     if not levels:
         return None
     depth = [0]
@@ -194,7 +194,7 @@ def _first_levels(tree: TracedTree, levels: int) -> TracedTree | None:
 
 @torch.inference_mode()
 def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch) -> dict[str, Tensor]:
-    """The fields of `TracedTree` for a batch, [B,N] each and on the CPU; logits [B,N,V] of the target."""
+    """Return the fields of `TracedTree` for a batch, [B,N] each and on the CPU; logits [B,N,V] of the target."""
     logp = of_parent(tree, logits.float().log_softmax(-1))
     p = of_parent(tree, filtered_probs(logits, sampling))
     logp[:, 0], p[:, 0] = 0, 1
@@ -209,7 +209,7 @@ def node_values(tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBa
 
 
 def describe(target, drafter: Drafter | None, tree: Any, verifier: Verifier) -> dict:
-    """What the pieces of an engine are, as settings of a trace."""
+    """Return the parts of an engine as settings of a trace."""
     settings = {"target": target.name, "dtype": str(target.dtype), "device": str(target.device)}
     settings["matmul_precision"] = matmul_precision(target.device)
     if drafter is None:

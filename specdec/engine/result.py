@@ -16,10 +16,10 @@ class Result:
 
     @property
     def decode_seconds(self) -> float:
-        """From the first token to the last, without the time of the observer, and of capturing or compiling rounds."""
+        """Seconds from the first token to the last, except for the observer, capturing and compiling."""
         return self.seconds - self.prefill_seconds - sum(self.parts.get(part, 0.0) for part in ("output", "capture"))
 
     def __repr__(self) -> str:
-        """Counts: a row holds every token."""
+        """Return counts: a row holds every token."""
         tokens = sum(len(row.tokens) for row in self.rows)
         return f"Result({len(self.rows)} rows, {tokens} tokens in {self.seconds:.2f} s)"

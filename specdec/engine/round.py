@@ -33,7 +33,7 @@ from specdec.structs import DraftTree, Sampling, SamplingBatch, Verifier
 
 @dataclass
 class RoundSettings:
-    """What rounds are played with, except the parts themselves."""
+    """Settings of rounds, except the parts themselves."""
 
     sampling: Sampling | SamplingBatch
     noise: Noise
@@ -103,36 +103,36 @@ class Round:
 
     @cached_property
     def hashes(self) -> Tensor:
-        """[V] of the target's tokens, for `Noise`."""
+        """Hashes [V] of the target's tokens, for `Noise`."""
         return hashes_of(torch.arange(self.target.vocab, device=self.target.device))
 
     def noise(self, seeds: Sequence[Seed]) -> Noise:
-        """The noise of rows of these seeds."""
+        """Return the noise of rows of these seeds."""
         return Noise(seeds, self.hashes)
 
     @cached_property
     def _policies(self) -> list[TreePolicy]:
-        """By levels from 1 on, the first levels of the tree."""
+        """The first 1, 2, ... D levels of the tree."""
         return [self.policy.shallower(steps) for steps in range(1, self.policy.steps)] + [self.policy]
 
     @cached_property
     def rungs(self) -> list[TreePolicy]:
-        """By levels from 1 on, the trees that an adaptive policy chooses from."""
+        """The trees of 1, 2, ... D levels that an adaptive policy chooses from."""
         return [self.policy.smaller(steps) for steps in range(1, self.policy.steps)] + [self.policy]
 
     def proposed(self, state: DraftState | None) -> Tensor | None:
-        """[B] how many levels to draft for each row, 0 to D; None: all of them for all rows."""
+        """Return how many levels to draft for each row [B], 0 to D; None: all of them for all rows."""
         if state is None or state.levels is None:
             return None
         steps = self.policy.steps
         return (state.levels > 0) * steps if self._policies[0] is self.policy else state.levels.clamp(max=steps)
 
     def target_slots(self, room: int) -> int:
-        """Slots of the target's cache for texts of `room` tokens."""
+        """Return the slots of the target's cache for texts of `room` tokens."""
         return room + self.path + self.nodes
 
     def draft_slots(self, room: int) -> int:
-        """Slots that the drafter is asked to keep for texts of `room` tokens."""
+        """Return the slots that the drafter is asked to store for texts of `room` tokens."""
         absorbed = ABSORBED if self.adapts else 0
         return room + self.path + max(self.path, absorbed, self.policy.draft_slots()) if self.policy else 0
 
@@ -263,7 +263,7 @@ class Round:
     def _decode(
         self, root: Tensor, cache: KVCache, active: Tensor, settings: RoundSettings, itself: Tensor | None
     ) -> tuple[Tensor | None, Tensor, RoundReport]:
-        """As `_verify`, for the root alone: each row emits one token."""
+        """Verify the root alone, as `_verify` does: each row emits one token."""
         logits, feats = self.target(root[:, None], cache, ancestors=itself, taps=self.taps)
         n = active.long()
         token = self._draw(logits, n, settings, cache.lens)

@@ -16,10 +16,10 @@ MOST_LIKELY = 20  # as OpenAI's interface has it
 
 
 class Stop(Protocol):
-    """What ends one sequence before its `eos` or its limit does, such as a string (`specdec.text.StopStrings`)."""
+    """Stop condition of a sequence other than EOS and the length limit, for example a stop string."""
 
     def add(self, token: int) -> bool:
-        """The sequence's next token -> is it the last one? Called for each token once, in order."""
+        """Return whether this token is the last one. Called for each token of the sequence once, in order."""
 
 
 @dataclass(eq=False, repr=False)
@@ -48,7 +48,7 @@ class Sequence:
     trace: RowTrace = field(default_factory=RowTrace)
 
     def __repr__(self) -> str:
-        """Counts: a text may have thousands of tokens."""
+        """Return counts: a text may have thousands of tokens."""
         return f"Sequence({len(self.prompt)} prompt tokens, {len(self.tokens)} new tokens, finish={self.finish!r})"
 
     @property
@@ -58,12 +58,12 @@ class Sequence:
 
     @property
     def left(self) -> int:
-        """How many tokens it may still add."""
+        """Number of tokens that the sequence may still add."""
         return self.limit - len(self.tokens)
 
     @property
     def room(self) -> int:
-        """Tokens that caches must hold for it, those of the prompt included."""
+        """Number of tokens that caches must hold for the sequence, those of the prompt included."""
         return len(self.prompt) + self.limit
 
     def add(
@@ -96,7 +96,7 @@ class Sequence:
         return added
 
     def _end(self, token: int) -> str | None:
-        """How the next token ends the text; None if it does not."""
+        """Return how the next token ends the text; None if it does not."""
         if token in self.eos:
             return "eos"
         if self.stop is not None and self.stop.add(token):
@@ -108,7 +108,7 @@ class Sequence:
         return "stop" if self.matcher.over else None
 
     def obey(self, grammar: Grammar | None) -> "Sequence":
-        """Let the text be one of this grammar, before its first token. ValueError if other tokens end it."""
+        """Let the text match this grammar, before its first token. Raises ValueError if other tokens end it."""
         if grammar is not None:
             if grammar.ends != self.eos:
                 raise ValueError("a text that obeys a grammar ends by the target's own eos tokens: give no others")
@@ -117,14 +117,14 @@ class Sequence:
 
 
 class Masks:
-    """Masks the logits of rows whose text obeys a grammar. A row that has ended has no matcher any more."""
+    """Masks the logits of rows whose text must match a grammar. A row that has ended has no matcher."""
 
     def __init__(self, sequences: abc.Sequence[Sequence]):
-        """sequences: of the rows."""
+        """Mask the rows of these sequences."""
         self.sequences = list(sequences)
 
     def __bool__(self) -> bool:
-        """Whether any running text obeys a grammar."""
+        """Return whether any running text must match a grammar."""
         return any(s.matcher is not None for s in self.sequences)
 
     def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
@@ -194,7 +194,7 @@ def check_prompt(prompt: list[int], vocab: int, context: int) -> None:
 
 
 def per_row(value: Any, rows: int, name: str) -> list:
-    """A list or tuple with a value for each row as it is, anything else for all rows."""
+    """Return a list or tuple with a value for each row as it is, anything else repeated for all rows."""
     if not isinstance(value, list | tuple):
         return [value] * rows
     if len(value) != rows:

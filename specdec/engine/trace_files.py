@@ -28,7 +28,7 @@ FILES = ROWS, ROUNDS, NODES = "rows.jsonl", "rounds.jsonl", "nodes.safetensors"
 
 
 def check_trace_folder(folder: Path) -> None:
-    """Raise ValueError if no trace can be written there for what it holds."""
+    """Raise ValueError if a trace cannot be written to the folder because of its content."""
     check_replaceable(Path(folder), (HEADER, *FILES), "a trace")
     check_makeable(Path(folder))
 
@@ -59,7 +59,7 @@ def write_trace(trace: Trace, folder: Path) -> None:
 
 
 def read_trace(folder: Path) -> Trace:
-    """Raises ValueError, one sentence, if there is no trace, or one of another version, or a damaged one."""
+    """Read a trace. Raises ValueError if there is no trace, or one of another version, or a damaged one."""
     folder = Path(folder)
     if not (folder / HEADER).is_file():
         raise ValueError(f"{folder} is not a trace: it has no {HEADER}")
@@ -94,7 +94,7 @@ def read_trace(folder: Path) -> Trace:
 
 
 def _read_trees(file: Path, sizes: list[int]) -> list[TracedTree | None]:
-    """The trees of these numbers of nodes, 0 for none, which a file holds one after the other."""
+    """Return the trees of these numbers of nodes, 0 for none, which a file holds one after the other."""
     nodes = dict(read_file(file))
     for name in NODE_FIELDS:
         dtype = torch.int32 if name in ("tokens", "parents") else torch.float32
@@ -141,7 +141,7 @@ def _write_lines(file: Path, lines: list[dict]) -> None:
 
 
 def _read_lines(file: Path, model: type[Model]) -> Iterator[tuple[str, Model]]:
-    """Yield the place of each line, and what it says."""
+    """Yield the place and the content of each line."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines_of(lines, MOST_LINE), 1):
             where = f"{file} line {number}"

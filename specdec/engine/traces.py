@@ -72,6 +72,6 @@ def acceptance_by_depth(rows: list[RowTrace], steps: int) -> list[float]:
 
 
 def at_least(values: Iterable[int], most: int) -> list[int]:
-    """For d = 0..most how many of the values are d or more."""
+    """Return for d = 0..most how many of the values are d or more."""
     counts = Counter(min(value, most) for value in values)
     return list(accumulate(counts[d] for d in range(most, -1, -1)))[::-1]

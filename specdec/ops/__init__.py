@@ -55,7 +55,7 @@ class Matrix(Protocol):
 
 
 class Head(Protocol):
-    """What makes logits of hidden states: one linear module, or several whose logits are added."""
+    """Module that makes logits of hidden states: a linear module, or several whose logits are added."""
 
     @property
     def bias(self) -> Tensor | None:
@@ -92,7 +92,7 @@ def use(backend: str, *names: str) -> None:
 
 
 def backends() -> tuple[str, ...]:
-    """The backend of each kernel, in the order of `KERNELS`."""
+    """Return the backend of each kernel, in the order of `KERNELS`."""
     return tuple(_backend.values())
 
 

@@ -113,7 +113,7 @@ def _seen(
     residual: Tensor, x: Tensor, qkv: Tensor, o: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, flat_keys: Tensor,
     flat_values: Tensor, keys: Tensor, values: Tensor, *rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The operators that the call is made of."""
+    """Compute the call by its parts, for Inductor."""
     *seen, gains, gain_eps, weight, eps = rest
     ops, dim, width = torch.ops.specdec_rows, keys.shape[3], inputs_of(o)
     rows = ops.linear(x, qkv, width + 2 * keys.shape[1] * dim).view(len(x), -1, dim)

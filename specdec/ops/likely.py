@@ -70,7 +70,7 @@ def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """As scores.max(-1). On the CPU a maximum takes a tenth of the time if its place is not asked for."""
+    """Return scores.max(-1). On the CPU a maximum takes a tenth of the time if its place is not asked for."""
     if scores.device.type != "cpu" or scores.shape[-1] % BLOCK:
         return scores.max(-1)
     value, place = _by_blocks(scores, lambda x: x.max(-1, keepdim=True))
@@ -87,6 +87,6 @@ def _by_blocks(scores: Tensor, best: Callable[[Tensor], tuple[Tensor, Tensor]]) 
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probabilities [...] in fp32 of tokens [...] under the softmax of logits [..., V], unfiltered."""
+    """Return log-probabilities [...], fp32, of tokens [...] under the softmax of logits [..., V], unfiltered."""
     logits = logits.float()
     return logits.gather(-1, tokens[..., None]).squeeze(-1) - logits.logsumexp(-1)

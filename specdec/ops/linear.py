@@ -178,12 +178,12 @@ def packed_rows(weight: Tensor, int8: bool = False) -> RowsWeight | None:
 
 
 def inputs_of(packed: Tensor) -> int:
-    """Of a weight in our own layout."""
+    """Return the number of inputs of a weight in our own layout."""
     return (packed.shape[1] - (SCALES if packed.dtype == torch.int8 else 0)) * packed.shape[3]
 
 
 def bytes_read(weight: Tensor) -> int:
-    """Bytes that a product with the weight reads, in the layout that it is packed in so far."""
+    """Return the bytes that a product with the weight reads, in the layout that it is packed in so far."""
     _, packed = _packed.get(weight.untyped_storage(), {}).get((*_view_of(weight), False), (None, None))
     if isinstance(packed, RowsWeight):
         return packed.packed.element_size() * weight.numel()
@@ -191,7 +191,7 @@ def bytes_read(weight: Tensor) -> int:
 
 
 def _view_of(weight: Tensor) -> tuple:
-    """The key of a view of a storage."""
+    """Return the key of a view of a storage."""
     return weight.storage_offset(), weight.shape, weight.stride(), weight.dtype
 
 
@@ -220,7 +220,7 @@ def check_int8(device: torch.device) -> None:
 
 
 def pack_bf16(weight: Tensor) -> RowsWeight | None:
-    """None unless bf16 holds all values exactly, and there is a product for them."""
+    """Pack the weight in bf16; None unless bf16 holds all values exactly, and there is a product for them."""
     if weight.dtype != torch.float32 or weight.shape[1] % 2 or not native.has_rows():
         return None
     narrow = weight.bfloat16()
@@ -233,7 +233,7 @@ def pack_fp32(weight: Tensor) -> RowsWeight | None:
 
 
 def _pack_rows(weight: Tensor, lanes: int) -> RowsWeight:
-    """lanes: inputs of an output that are adjacent."""
+    """Pack the weight in our own layout. lanes: inputs of an output that are adjacent."""
     size, inputs = weight.shape
     filled = F.pad(weight, (0, 0, 0, -size % UNIT))
     groups = filled.view(-1, torch.ops.specdec_rows.group(inputs, lanes), inputs // lanes, lanes)
@@ -247,7 +247,7 @@ def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack_int8(weight: Tensor) -> RowsWeight | None:
-    """Rounded. None where there is no product for it."""
+    """Round the weight to int8 and pack it. None where there is no product for it."""
     size, inputs = weight.shape
     if weight.dtype != torch.float32 or inputs % 2 or not native.has_rows():
         return None
@@ -258,7 +258,7 @@ def pack_int8(weight: Tensor) -> RowsWeight | None:
 
 
 def _pack_int8(weight: Tensor) -> RowsWeight | torch.ScriptObject | None:
-    """None for small weights where our own product is not available."""
+    """Round and pack the weight; None for small weights where our own product is not available."""
     if (packed := pack_int8(weight)) is not None or weight.numel() < LARGE:
         return packed
     _, scales = round_int8(weight)
@@ -277,7 +277,7 @@ def _pack(weight: Tensor) -> Tensor | RowsWeight | Fp16Weight | None:
 
 
 def _pack_fp16(weight: Tensor) -> Fp16Weight | None:
-    """None unless fp16 holds all values exactly."""
+    """Pack the weight in fp16; None unless fp16 holds all values exactly."""
     if weight.dtype != torch.float32 or torch.backends.quantized.engine not in ("x86", "fbgemm"):
         return None
     largest = weight.abs().max().item()
@@ -291,7 +291,7 @@ def _pack_fp16(weight: Tensor) -> Fp16Weight | None:
 
 
 def _pack_onednn(weight: Tensor) -> Tensor | None:
-    """None where oneDNN has no fast product for the dtype."""
+    """Pack the weight in oneDNN's layout; None where oneDNN has no fast product for the dtype."""
     mkldnn = torch.backends.mkldnn
     fast = mkldnn.is_available() and mkldnn.enabled and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     if not fast or (weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()):

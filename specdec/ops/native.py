@@ -31,7 +31,7 @@ SEEN: dict[str, Callable] = {}
 
 
 def compiler() -> str:
-    """The C++ compiler: $CXX, or g++, or, on macOS, clang++. Raises ValueError if it is not there."""
+    """Return the C++ compiler: $CXX, or g++, or, on macOS, clang++. Raises ValueError if there is none."""
     if sys.platform == "win32":
         raise ValueError("compiled rounds are not available on Windows: decode without --compile")
     name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -49,7 +49,7 @@ def load() -> None:
 
 
 def serves(x: Tensor) -> bool:
-    """Whether the operators of `rows.cpp` may take tensors such as x: in fp32, where nothing learns."""
+    """Return whether the operators of `rows.cpp` may take tensors such as x: in fp32, where nothing learns."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"

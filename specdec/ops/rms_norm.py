@@ -66,7 +66,7 @@ def reference(weight: Tensor, eps: float, offset: bool = False) -> Callable[[Ten
 
 @functools.cache
 def _constant(value: float, dtype: torch.dtype) -> Tensor:
-    """A scalar tensor on the CPU, made once and usable by autograd, even if first asked for in inference mode."""
+    """Return a scalar tensor on the CPU, made once and usable by autograd, even if first made in inference mode."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=dtype)
 

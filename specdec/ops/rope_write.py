@@ -13,7 +13,7 @@ from specdec.ops.rms_norm import seen_norm
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [B,N,heads,Dh] with tables [B,N,1,Dh] whose sin has its first half negated."""
+    """Rotate x [B,N,heads,Dh] with tables [B,N,1,Dh] whose sin has its first half negated."""
     if native.serves(x) and x.stride(-1) == 1:
         return native.operator("rotate")(x, cos, sin)
     return turned(x, cos, sin)
@@ -21,7 +21,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @native.seen_as("specdec_rows.rotate.default")
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` in torch's operators."""
+    """Compute `rotate` in torch's operators."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 

@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and what is expected of it. tree None: plain decoding is the fastest."""
+    """The chosen tree, and its expected speed. tree None: plain decoding is the fastest."""
 
     tree: Tree | None
     tau: float
@@ -125,7 +125,7 @@ def choose_tree(
 def candidates(
     acceptance: Acceptance, drafter: Drafter, temperature: float, batch: int = 1, chains: bool = False
 ) -> list[Candidate]:
-    """Of every depth and size the static tree that accepts the most, chains among them. chains: these only."""
+    """Return, of every depth and size, the static tree that accepts the most, chains among them. chains: these only."""
     along = acceptance.nearest(temperature)
     table = along.table()[: drafter.deepest(along.steps)]
     found: dict[Tree, Candidate] = {}
@@ -181,12 +181,12 @@ def _first_costs(
 
 
 def _fitting(seconds: float, one: float, most: int) -> int:
-    """How many to time in so many seconds, if one takes `one`."""
+    """Return how many to time in so many seconds, if one takes `one`."""
     return int(np.clip(seconds / one, SHORTEST, most))
 
 
 def _of_different_depths(ranking: abc.Sequence[Candidate]) -> list[Candidate]:
-    """The first tree of each depth, and of these the first few."""
+    """Return the first tree of each depth, and of these the first few."""
     found: dict[int, Candidate] = {}
     for c in ranking:
         found.setdefault(c.kind.levels, c)

@@ -123,7 +123,7 @@ class Workload:
 
     @contextmanager
     def begun(self, engine: Engine, turns: int = 1) -> Iterator[None]:
-        """Reserve room for them in the engine, which stores no prompts meanwhile."""
+        """Reserve room for the sequences in the engine, which stores no prompts meanwhile."""
         before = engine.prefixes, engine.compact
         engine.prefixes, engine.compact = None, engine.compact and not (self.together and engine.graphs is not None)
         try:

@@ -21,14 +21,14 @@ class Estimator:
     """A node's probability of being accepted, given that its parent is."""
 
     def edges(self, draft: Draft) -> np.ndarray:
-        """[B,N]; void at the root."""
+        """Return [B,N] the probabilities given the parent; void at the root."""
         raise NotImplementedError
 
     def learn(self, outcome: Outcome) -> None:
         """Update the estimates with a round that was cut by them."""
 
     def survival(self, draft: Draft) -> np.ndarray:
-        """[B,N] the probability that all nodes from the root to this one are accepted. It falls along every path."""
+        """Return [B,N] the probability that all nodes from the root to this one are accepted. It falls along paths."""
         logs = np.log(np.clip(self.edges(draft), LEAST, MOST))
         logs[:, 0] = 0.0
         return np.exp((draft.ancestors * logs[:, None]).sum(-1))
@@ -59,7 +59,7 @@ class Calibrated(Estimator):
         self.since = 0  # observations among the seen
 
     def feature(self, draft: Draft) -> np.ndarray:
-        """[B,N], the feature of each node, in addition to its level."""
+        """Return [B,N] the feature of each node, in addition to its level."""
         p = np.clip(np.exp(draft.edges), LEAST, MOST)
         return np.log(p / (1 - p))
 

@@ -35,7 +35,7 @@ def useful_trees(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list
 
 
 def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]:
-    """The trees that are timed: of `useful_trees` every topk, few depths, and every number of nodes several times."""
+    """Return the trees that are timed: of `useful_trees` every topk, few depths, and numbers of nodes several times."""
     depths = sorted({min(depth, steps) for depth in (*DEPTHS, steps)})
     chosen: list[Tree] = []
     turn = 0

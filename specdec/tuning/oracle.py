@@ -11,7 +11,7 @@ from specdec.tuning.costs import PLAIN, Costs, Kind
 
 @dataclass(frozen=True)
 class Prediction:
-    """What decoding with one tree is expected to do."""
+    """Expected result of decoding with one tree."""
 
     tree: Tree | None  # None: plain decoding
     tokens_per_second: float

@@ -31,7 +31,7 @@ class Survival(Bandit):
     name = "survival"
 
     def __init__(self, costs: Costs, kinds: Sequence[Kind], prior: Sequence[float], estimator: Estimator):
-        """kinds, prior: as for `Bandit`."""
+        """Begin as `Bandit` does, with this estimator of acceptances."""
         super().__init__(costs, kinds, prior)
         self.estimator = estimator
         self.drafts = self.seen = 0  # looked at, and the rows of these
@@ -74,7 +74,7 @@ class Survival(Bandit):
         return True
 
     def _pays(self) -> bool:
-        """Whether cuts saved more lately than it takes to look at a draft."""
+        """Return whether cuts saved more lately than it takes to look at a draft."""
         kind = self.kinds[-1]
         return self.saved > self.costs.seconds(kind._replace(cut=True)) - self.costs.seconds(kind)
 

@@ -12,7 +12,7 @@ from specdec.tuning.policy import Rates
 
 
 class Table(Policy):
-    """So many levels from so many rows on, as vLLM's `num_speculative_tokens_per_batch_size`."""
+    """The number of levels by number of rows, as vLLM's `num_speculative_tokens_per_batch_size`."""
 
     name = "table"
 

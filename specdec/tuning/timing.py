@@ -96,7 +96,7 @@ class TreeTimer:
     """Times rounds of trees, each with an engine of its own that is made once."""
 
     def __init__(self, target, drafter: Drafter, sampling: Sampling | None = None, **how):
-        """how: settings of the engines."""
+        """Begin without engines. how: settings of the engines."""
         self.pair, self.sampling, self.how = (target, drafter), sampling, how
         self.engines: dict[Tree | None, Engine] = {}
 

@@ -55,7 +55,7 @@ class CompiledRounds:
     def _meanwhile(
         workshop: Workshop, run: Callable[[int], Any], graph: RoundGraph, library: Path
     ) -> Callable[[int], Any]:
-        """A round that is eager until it has been compiled."""
+        """Return a round that is eager until it has been compiled."""
         order, replay = workshop.order_of(graph, library), None
 
         def play(bound: int) -> Any:
@@ -116,7 +116,7 @@ def recorded_graph(run: Callable[[int], Any], preserved: abc.Sequence[Tensor], b
 
 
 def graph_of(one: Record, others: abc.Iterable[Record]) -> RoundGraph:
-    """The graph of a record and the first of the others that has the same operators."""
+    """Return the graph of a record and the first of the others that has the same operators."""
     other = None
     for other in others:
         if other.operators() == one.operators():
@@ -125,7 +125,7 @@ def graph_of(one: Record, others: abc.Iterable[Record]) -> RoundGraph:
 
 
 def replay_of(graph: RoundGraph, compiled: build.Compiled) -> Callable[[int], Any]:
-    """The round as a function of the bound."""
+    """Return the round as a function of the bound."""
     (ruler, *inputs), returned = graph.inputs, graph.returner()
 
     def replay(bound: int) -> Any:

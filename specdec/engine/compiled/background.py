@@ -35,7 +35,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the compiler wants to know of an input."""
+    """Properties of an input that the compiler reads."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -57,7 +57,7 @@ class Shape:
 
 
 def written(graph: RoundGraph) -> tuple[list[tuple], list[Shape]]:
-    """A graph without its tensors, of objects that can be pickled."""
+    """Return a graph without its tensors, as objects that can be pickled."""
     numbers: dict[fx.Node, Any] = {node: Place(i) for i, node in enumerate(graph.module.graph.nodes)}
     nodes = [
         (node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__))
@@ -67,7 +67,7 @@ def written(graph: RoundGraph) -> tuple[list[tuple], list[Shape]]:
 
 
 def read(nodes: list[tuple], inputs: list[Shape]) -> RoundGraph:
-    """The inverse of `written`, of a graph that can be compiled and not run."""
+    """Invert `written`. The graph can be compiled, but not run."""
     graph, made = fx.Graph(), []
     for op, target, *given in nodes:
         args, kwargs = fx.node.map_aggregate(given, lambda x: made[x.number] if isinstance(x, Place) else x)
@@ -77,7 +77,7 @@ def read(nodes: list[tuple], inputs: list[Shape]) -> RoundGraph:
 
 
 def _operator(name: str, overload: str) -> torch._ops.OpOverload:
-    """The inverse of how an operator of torch, such as aten::add.Tensor, is pickled."""
+    """Return an operator of torch, such as aten::add.Tensor, by its pickled name."""
     space, _, packet = name.partition("::")
     return getattr(getattr(getattr(torch.ops, space), packet), overload)
 
@@ -115,7 +115,7 @@ class Work:
             )
 
     def end(self, left: int) -> None:
-        """It has ended, and so many graphs are to come: say how it went."""
+        """Print how the process ended, and that `left` more graphs are to be compiled."""
         if failed := self.process.returncode:
             self.said.seek(0)
             lines = self.said.read().decode(errors="replace").strip().splitlines()
@@ -128,7 +128,7 @@ class Work:
 
 
 class Workshop:
-    """Compiles graphs, always that which the most rounds were without."""
+    """Compiles graphs, first the graph that most rounds were without."""
 
     def __init__(self):
         """Begin without orders."""
@@ -136,30 +136,30 @@ class Workshop:
         self.works: list[Work] = []
 
     def order_of(self, graph: RoundGraph, library: Path) -> Order:
-        """That of this library, which may have been given before."""
+        """Return the order of this library, a new one if there is none."""
         known = next((order for order in self.orders if order.library == library), None)
         if known is None:
             self.orders.append(known := Order(written(graph), library))
         return known
 
     def look(self, order: Order) -> Callable[[list[Tensor]], list[Tensor]] | None:
-        """The function of the order if it has been made since; else a round goes without it. Never waits."""
+        """Return the function of the order if it has been compiled; else a round goes without it. Never waits."""
         order.wanted += 1
         self._go_on(1)
         return build.load_if_present(order.library) if order.over else None
 
     def forget(self) -> None:
-        """Begin nothing of what was asked for so far."""
+        """Drop the orders that have not begun."""
         self.orders = [work.order for work in self.works]
 
     def finish(self) -> None:
-        """Wait until nothing is left to do. Meanwhile there is a process for each thread that torch computes with."""
+        """Wait until all orders are done. Meanwhile there is a process for each of torch's threads."""
         while self.orders:
             self._go_on(full_threads())
             time.sleep(0.05)
 
     def _go_on(self, most: int) -> None:
-        """Take note of what has ended, and begin what is to come, so many at a time."""
+        """Remove the orders that have ended, and begin others, at most this many at a time."""
         for work in [work for work in self.works if work.process.poll() is not None]:
             self.works.remove(work)
             self.orders.remove(work.order)

@@ -36,12 +36,12 @@ def key_of(graph: RoundGraph) -> str:
 
 
 def load(library: Path) -> Compiled:
-    """The function in a library. Raises RuntimeError for one that does not load."""
+    """Return the function in a library. Raises RuntimeError for one that does not load."""
     return torch._C._aoti.AOTIModelContainerRunnerCpu(str(library), 1).run
 
 
 def load_if_present(library: Path) -> Compiled | None:
-    """The function in a library; None if it is not there, or does not load and is removed."""
+    """Return the function in a library; None if there is none, or if it does not load and is removed."""
     try:
         return load(library) if library.is_file() else None
     except RuntimeError:  # it is damaged, or what it is linked with has changed
@@ -69,7 +69,7 @@ def make_library(graph: RoundGraph, library: Path) -> None:
 
 
 def compile_now(graph: RoundGraph) -> Compiled:
-    """A graph of tensors on any device as a function, which keeps nothing but what Inductor itself does."""
+    """Return a graph of tensors on any device as a function. Only Inductor itself caches anything."""
     from torch._inductor import compile
 
     compiled: Any = _guarded(graph, lambda stand_ins: compile(graph.module, list(stand_ins)))
@@ -77,7 +77,7 @@ def compile_now(graph: RoundGraph) -> Compiled:
 
 
 def _compile(graph: RoundGraph, folder: Path) -> Path:
-    """The library, in a new folder with all that it was made of."""
+    """Return the library, in a new folder with all of its sources."""
     from torch._inductor import aot_compile  # takes seconds to import
 
     options = OPTIONS | {"aot_inductor.output_path": str(folder)}
@@ -86,7 +86,7 @@ def _compile(graph: RoundGraph, folder: Path) -> Path:
 
 
 def _guarded(graph: RoundGraph, compile: Callable[[list[Tensor]], Result]) -> Result:
-    """Compile with stand-ins for the graph's inputs. Raises ValueError, one sentence, if that fails."""
+    """Compile with stand-ins for the graph's inputs. Raises ValueError if that fails."""
     with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stand_ins, check = _stand_ins(graph)

@@ -108,7 +108,7 @@ class GraphBuilder:
     # What the round does
 
     def _copy(self, call: Call, same: Call) -> None:
-        """The operator as it was called."""
+        """Append the operator as it was called."""
         args = tuple(self._argument(v, w) for v, w in zip(call.args, same.args, strict=True))
         kwargs = {name: self._argument(v, same.kwargs[name]) for name, v in call.kwargs.items()}
         node = self.emit(call.op, args, kwargs)
@@ -143,7 +143,7 @@ class GraphBuilder:
         return True
 
     def _argument(self, value: Any, same: Any) -> Any:
-        """An argument, given what it was in both records."""
+        """Return an argument, given its values in both records."""
         if isinstance(value, Tensor):
             return self.nodes[id(value)]
         if isinstance(value, (list, tuple)):
@@ -166,7 +166,7 @@ def storage_of(x: Tensor) -> int:
 
 
 def whole_storage(x: Tensor, width: int) -> Tensor:
-    """All memory of x's storage in x's dtype, [rows, width], or [elements] for a width of 1."""
+    """Return all memory of x's storage in x's dtype, [rows, width], or [elements] for a width of 1."""
     count = x.untyped_storage().nbytes() // x.element_size()
     shape = (count,) if width == 1 else (count // width, width)
     out: Any = torch.empty(0, dtype=x.dtype, device=x.device)
@@ -174,7 +174,7 @@ def whole_storage(x: Tensor, width: int) -> Tensor:
 
 
 def row_widths(calls: list[Call]) -> dict[int, int]:
-    """Storage -> elements of a row, for storages of which every `index_copy_` writes rows of one width."""
+    """Return elements of a row by storage, for storages of which every `index_copy_` writes rows of one width."""
     widths: dict[int, set[int]] = {}
     for call in calls:
         if call.op is aten.index_copy_.default:
@@ -187,7 +187,7 @@ def row_widths(calls: list[Call]) -> dict[int, int]:
 
 
 def found_tensors(calls: list[Call]) -> Iterator[Tensor]:
-    """Every tensor that calls take and that none of them made, once."""
+    """Yield every tensor that calls take and that none of them made, once."""
     known: set[int] = set()
     for call in calls:
         for x in tensors_in((call.args, tuple(call.kwargs.values()))):
@@ -198,7 +198,7 @@ def found_tensors(calls: list[Call]) -> Iterator[Tensor]:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested tuples, lists and dataclasses."""
+    """Yield the tensors of nested tuples, lists and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):

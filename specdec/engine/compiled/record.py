@@ -20,7 +20,7 @@ class Call:
     out: Any
 
     def written(self) -> list[Tensor]:
-        """The arguments that it writes to."""
+        """Return the arguments that the operator writes to."""
         given = dict(zip((a.name for a in self.op._schema.arguments), self.args, strict=False)) | self.kwargs
         writes = [a.name for a in self.op._schema.arguments if a.alias_info and a.alias_info.is_write]
         values = [given[name] for name in writes if name in given]

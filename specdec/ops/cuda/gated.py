@@ -29,7 +29,7 @@ def _gated(gate_up, y, width, GELU: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def launch(gate_up: Tensor, activation: str) -> Tensor:
-    """gate_up [R,2I], gate first -> y [R,I]. activation: one of `ACTIVATIONS`."""
+    """Return y [R,I] of gate_up [R,2I], gate first. activation: one of `ACTIVATIONS`."""
     assert activation in ACTIVATIONS
     gate_up = gate_up.contiguous()
     rows, width = len(gate_up), gate_up.shape[1] // 2

@@ -22,14 +22,14 @@ def _second(x):
 
 @triton.jit
 def noise_bits(token, a, b):
-    """32 random bits, uint32, for tokens and the halves a, b of a key."""
+    """Return 32 random bits, uint32, for tokens and the halves a, b of a key."""
     x = _second(_first((token + 1).to(tl.uint32)))
     return _second(_first(x ^ a.to(tl.uint32)) ^ b.to(tl.uint32))
 
 
 @triton.jit
 def exponential(token, a, b):
-    """The e of `sampling.noise`."""
+    """Return the e of `sampling.noise`."""
     u = (noise_bits(token, a, b) & 0x7FFFFFFF).to(tl.int32).to(tl.float32)
     u = u * 4.6566125955216364e-10 + 2.3283064365386963e-10
     # -log(1 - u), by its series where the subtraction would lose digits

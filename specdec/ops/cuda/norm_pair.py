@@ -31,7 +31,7 @@ def _norm_pair(
 
 
 def launch(first: Tensor, second: Tensor, weights: tuple[Tensor, Tensor], eps: tuple[float, float]) -> Tensor:
-    """first, second [...,H] of one dtype, weights [H] each -> [...,2H]."""
+    """Return the norms [...,2H] of first and second, [...,H] of one dtype, with weights [H] each."""
     size = first.shape[-1]
     assert first.shape == second.shape
     assert first.dtype == second.dtype

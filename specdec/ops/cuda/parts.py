@@ -7,7 +7,7 @@ import torch
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """The multiprocessors of a device: 132 on an H100, and 1 on the CPU."""
+    """Return the number of multiprocessors of a device: 132 on an H100, and 1 on the CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

@@ -1,7 +1,6 @@
 """Requests that the server accepts: OpenAI's fields, checked before anything is decoded.
 
-No field is ignored in silence. An unsupported field that would change the answer is rejected, unless its value turns it
-off. A field that cannot change the answer is accepted without effect.
+Unsupported fields that would change the answer are rejected unless off. Others are accepted without effect.
 """
 
 from dataclasses import fields
@@ -151,6 +150,8 @@ class Message(Strict):
 
 
 class Body(Strict):
+    """The fields of every request."""
+
     model: Text | None = None
     main: ClassVar[str]  # the field that a request must have
 

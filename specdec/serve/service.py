@@ -167,6 +167,7 @@ class Service:
             raise Refusal(wanted, field, code="context_length_exceeded")
 
     def encode(self, text: str, special: bool = True) -> list[int]:
+        """Return the ids of a text, with special tokens if `special`. Raises Refusal for a text that is too long."""
         self._check_length(len(text), "prompt")
         return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
 

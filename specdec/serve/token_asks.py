@@ -10,6 +10,8 @@ from specdec.serve.service import Service
 
 
 class TokenizeAsk(Body):
+    """A request to /tokenize."""
+
     prompt: Text | None = Field(None, description="a text")
     messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool = True  # of a prompt; a chat template writes its own
@@ -17,6 +19,8 @@ class TokenizeAsk(Body):
 
 
 class DetokenizeAsk(Body):
+    """A request to /detokenize."""
+
     tokens: list[int] = Field(description="a list of ids from 0 to the size of the vocabulary")
     main: ClassVar[str] = "tokens"
 

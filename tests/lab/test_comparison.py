@@ -152,7 +152,8 @@ def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_
         f"target.path={target_path}", "~entries", f"+entries.eagle3={{draft: {drafter_path}}}",
         "+entries.lossy={draft: ngram, tree: chain, verifier: {name: typical}}",
     )  # fmt: skip
-    done = run_here(compare_main, f"prompts={prompts}", f"out={tmp_path}", "max_new_tokens=12", *entries)
+    tree = ("topk=4", "steps=5")  # the default of specdec.generate
+    done = run_here(compare_main, f"prompts={prompts}", f"out={tmp_path}", "max_new_tokens=12", *tree, *entries)
     assert done.returncode == 0, done.stderr
     assert "2 of 2 identical" in done.stdout
     assert "NO: typical" in done.stdout

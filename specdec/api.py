@@ -2,9 +2,9 @@
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from specdec.arguments import (
     as_drafter,
@@ -29,6 +29,7 @@ from specdec.model.loader import load_target
 from specdec.model_settings import DEMO_DRAFTER, DEMO_TARGET, ModelSettings
 from specdec.sampling.json_grammar import grammars_of
 from specdec.sampling.noise import Seed
+from specdec.sampling_settings import SamplingWords
 from specdec.schema import named_arguments, shown
 from specdec.structs import Sampling, Verifier
 from specdec.text import Prompt, StopStrings, as_prompts, check_stops, decode_row, encode_prompt
@@ -116,13 +117,6 @@ def generate(
     graphs: bool | None = None,
     compile: bool = False,
     max_new_tokens: int | list[int] = 128,
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
     sampling: Sampling | list[Sampling] | None = None,
     stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str]] = (),
     json_schema: abc.Mapping | bool | None = None,
@@ -130,6 +124,7 @@ def generate(
     seed: int | abc.Sequence[Seed | int] = 0,
     raw: bool = False,
     observer: Observer | Callable[[RoundReport], None] | None = None,
+    **words: Unpack[SamplingWords],
 ) -> Generation:
     """Answer one prompt, or several as one batch: speculatively with a drafter, plainly without one.
 
@@ -142,8 +137,8 @@ def generate(
     - `children`: Children of a node above temperature 0: `likeliest`, `coupled` or `drawn`. None fits the verifier.
     - `adaptive`: A policy that chooses the tree of every round, or its name: `fixed`, `table`, `ema`, `survival`.
     - `graphs`, `compile`: Capture rounds as CUDA graphs, compile them with Inductor, see `Engine`.
-    - `temperature` to `frequency_penalty`: Fields of `Sampling`, instead of `sampling`.
     - `sampling`, `max_new_tokens`, and `stop` to `observer`: As in `answer`.
+    - `words`: Fields of `Sampling`, such as `temperature`, instead of `sampling`.
 
     Examples:
         >>> generate("demo/target", "What is a tree?", "demo/mtp", tree=(1, 3, 4), seed=7).tau  # doctest: +SKIP
@@ -151,12 +146,13 @@ def generate(
     return _generate(**locals())
 
 
-def _generate(target: Any, prompts: Any, drafter: Any, tree: Any, adaptive: Any, **given: Any) -> Generation:
+def _generate(
+    target: Any, prompts: Any, drafter: Any, tree: Any, adaptive: Any, words: SamplingWords, **given: Any
+) -> Generation:
     """`generate`. Whatever can be checked without the models is checked before they are loaded."""
     check_types(tree=tree, **given)
     check_prompts(prompts, "generate(target, prompts, drafter)")
     check_drafter(drafter)
-    words = {f.name: given.pop(f.name) for f in fields(Sampling)}
     given["sampling"] = as_sampling(given["sampling"], {n: value for n, value in words.items() if value is not None})
     shape = {name: given.pop(name) for name in WORDS}
     how = {name: given.pop(name) for name in ("children", "graphs", "compile")}

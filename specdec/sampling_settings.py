@@ -1,7 +1,8 @@
 """How tokens are drawn: the settings that Python, commands, settings files and requests share."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
+from typing import Any, TypedDict
 
 from specdec.schema import check_value
 
@@ -12,11 +13,22 @@ FILTERS = ("top_k", "top_p", "min_p")
 COLDEST = 1e-20
 
 
+def setting(default: float, text: str, **limits: float) -> Any:
+    """Return a field of `Sampling`.
+
+    Args:
+        default: Turns the setting off.
+        text: The help of the flag.
+        **limits: `ge`, `gt` and `le` of the field of a request to the server, as pydantic names them.
+    """
+    return field(default=default, metadata={"help": text, "limits": limits})
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Settings for drawing a token from the target's logits, applied in the order of docs/sampling.md.
 
-    Command lines and settings files use the names, types and defaults of these fields.
+    Command lines, settings files, requests and `generate` use the names, types and defaults of these fields.
 
     Attributes:
         temperature: 0 is greedy.
@@ -28,13 +40,13 @@ class Sampling:
         frequency_penalty: The same for each occurrence, -2 to 2; 0 is off.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = setting(0.0, "0 (default) is greedy", ge=0, le=1e6)
+    top_k: int = setting(0, "keep the N most likely tokens; 0 (default) is off", ge=0)
+    top_p: float = setting(1.0, "keep the most likely tokens of mass X; 1 (default) is off", gt=0, le=1)
+    min_p: float = setting(0.0, "drop tokens below X times the most likely; 0 (default) is off", ge=0, le=1)
+    repetition_penalty: float = setting(1.0, "of prompt and output; 1 (default) is off", gt=0, le=1e6)
+    presence_penalty: float = setting(0.0, "of the output, -2 to 2; 0 (default) is off", ge=-2, le=2)
+    frequency_penalty: float = setting(0.0, "the same, for each occurrence; 0 (default) is off", ge=-2, le=2)
 
     def __post_init__(self) -> None:
         """Check types and ranges. Raises ValueError for the first wrong value."""
@@ -74,3 +86,15 @@ class Sampling:
     def active(self) -> frozenset[str]:
         """The names of the settings that are not off, which is to say not at their defaults."""
         return frozenset(f.name for f in fields(self) if getattr(self, f.name) != f.default)
+
+
+class SamplingWords(TypedDict, total=False):
+    """The fields of `Sampling` as arguments of a function. None stands for the default."""
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None

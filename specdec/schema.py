@@ -154,7 +154,7 @@ def _wanted(kind: Any, limits: Mapping[str, Any]) -> str:
 
 def named_arguments(call: Callable[Given, Found]) -> Callable[Given, Found]:
     """Return the function with errors that name the nearest argument, or show the call if one is missing."""
-    signature, called = inspect.signature(call), getattr(call, "__name__", "")
+    signature, called = _by_name(inspect.signature(call)), getattr(call, "__name__", "")
     first = [name for name, one in signature.parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
 
     @functools.wraps(call)
@@ -168,7 +168,21 @@ def named_arguments(call: Callable[Given, Found]) -> Callable[Given, Found]:
             raise TypeError(f"{called}({', '.join(first)}, ...): {error}") from None
         return call(*given, **named)
 
+    vars(checked)["__signature__"] = signature
     return checked
+
+
+def _by_name(signature: inspect.Signature) -> inspect.Signature:
+    """Return the signature with each name of `**words: Unpack[SomeTypedDict]` as an argument of its own."""
+    found = list(signature.parameters.values())
+    if not found or get_origin(found[-1].annotation) is not typing.Unpack:
+        return signature
+    (words,) = get_args(found.pop().annotation)
+    found += [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in words.__annotations__.items()
+    ]
+    return signature.replace(parameters=found)
 
 
 def nearest(name: str, known: Any) -> str:

@@ -131,7 +131,7 @@ def test_commands_in_the_text_exist(page):
         elif rest:
             known = {flag for action in parser_of(name)._actions for flag in action.option_strings}
             assert {word for word in rest if word.startswith("-")} <= known, line
-    flags = {dashed(name) for name in FLAGS} | OTHER_FLAGS
+    flags = {dashed(name) for command in COMMANDS.values() for name in (*FLAGS, *command.own)} | OTHER_FLAGS
     for flag in re.findall(r"`(--[a-z][\w-]*)", text):
         assert flag in flags, f"{page.name} names {flag}"
 

@@ -28,7 +28,7 @@ class Command(NamedTuple):
     does: str
     module: str  # below specdec
     flags: Mapping[str, str] = NONE  # title of a group -> its flags, as `make_parser` takes them
-    own: Mapping[str, Flag | str] = NONE  # flags that differ from the table's, or their help
+    own: Mapping[str, Flag | str] = NONE  # flags that the table does not have, or that differ from it, or their help
     old: Mapping[str, str] = NONE  # old name of a flag or setting -> its name
     slots: tuple[str, ...] = ()  # flags whose values may stand without the flag, in this order
     positional: str = ""  # the same for several values
@@ -193,9 +193,14 @@ def description(command: Command) -> str:
 def parser_of(name: str) -> Parser:
     """Return the parser of a command with flags."""
     command = COMMANDS[name]
-    own = {flag: FLAGS[flag]._replace(help=own) if isinstance(own, str) else own for flag, own in command.own.items()}
     one_of = [flags for commands, flags, _ in checks.ONE_OF if name in commands]
-    return make_parser(f"specdec {name}", description(command), command.flags, own, one_of, command.positional)
+    flags = own_flags(command)
+    return make_parser(f"specdec {name}", description(command), command.flags, flags, one_of, command.positional)
+
+
+def own_flags(command: Command) -> dict[str, Flag]:
+    """Return the flags of a command that the table does not have, or that differ from it."""
+    return {name: FLAGS[name]._replace(help=own) if isinstance(own, str) else own for name, own in command.own.items()}
 
 
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
@@ -223,11 +228,12 @@ def loading(name: str, target: str | None, draft: object) -> None:
 def with_slots(command: Command, words: Sequence[str]) -> list[str]:
     """Return the words, with its flag before each value that stands alone and has a slot."""
     found, slots, after_flag = [], [slot for slot in command.slots if f"--{slot}" not in words], False
+    known = FLAGS | own_flags(command)
     for word in words:
         is_flag = word.startswith("-")
         if not is_flag and not after_flag and slots:
             found.append(f"--{slots.pop(0)}")
         found.append(word)
         name = word.lstrip("-").replace("-", "_")
-        after_flag = is_flag and "=" not in word and not (name in FLAGS and FLAGS[name].kind is bool)
+        after_flag = is_flag and "=" not in word and not (name in known and known[name].kind is bool)
     return found

@@ -5,10 +5,12 @@ A command may give a flag of its own help or default, and its own type where the
 
 import argparse
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from specdec import registry
+from specdec.sampling_settings import Sampling
 
 
 class Flag(NamedTuple):
@@ -64,15 +66,7 @@ MODELS = {
     "tp_plan": Flag("auto: the processes of torchrun share the target (docs/scale.md)", choices=("auto",)),
     "device_map": Flag("auto: spread the target over GPUs, memory and disk; or a .json file"),
 }  # fmt: skip
-SAMPLING = {
-    "temperature": Flag("0 (default) is greedy", float, 0.0),
-    "top_k": Flag("keep the N most likely tokens; 0 (default) is off", int, 0),
-    "top_p": Flag("keep the most likely tokens of mass X; 1 (default) is off", float, 1.0),
-    "min_p": Flag("drop tokens below X times the most likely; 0 (default) is off", float, 0.0),
-    "repetition_penalty": Flag("of prompt and output; 1 (default) is off", float, 1.0),
-    "presence_penalty": Flag("of the output, -2 to 2; 0 (default) is off", float, 0.0),
-    "frequency_penalty": Flag("the same, for each occurrence; 0 (default) is off", float, 0.0),
-}
+SAMPLING = {one.name: Flag(one.metadata["help"], cast(Any, one.type), one.default) for one in fields(Sampling)}
 TREE = {
     "steps": Flag("levels (default 5)", int),
     "topk": Flag("nodes expanded on a level, children of each (default 4); 1: a chain", int),
@@ -84,7 +78,7 @@ TREE = {
                  "a file with `paths`; your own FILE.py:NAME", metavar="TREE"),
 }  # fmt: skip
 RULE = {
-    "verifier": Flag("match (default), block, rejection, sglang, typical, or your own FILE.py:NAME; block and "
+    "verifier": Flag(f"{', '.join(registry.names('verifier'))} (default match), or your own FILE.py:NAME; block and "
                      "rejection need --sample-draft; lossy: typical, sglang with a threshold"),
     "verifier_args": Flag("its settings, such as epsilon=0.09,alpha=0.3 or threshold_acc=0.9", metavar="K=X,..."),
 }  # fmt: skip

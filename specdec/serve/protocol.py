@@ -6,6 +6,7 @@ Unsupported fields that would change the answer are rejected unless off. Others 
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
+import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from specdec.cli.limits import MOST
@@ -156,17 +157,15 @@ class Body(Strict):
     main: ClassVar[str]  # the field that a request must have
 
 
-class Ask(Body):
-    """The fields of both kinds of requests for text. The defaults are OpenAI's."""
+SAMPLING: Any = {one.name: (one.type, Field(one.default, **one.metadata["limits"])) for one in fields(Sampling)}
+
+
+class Ask(pydantic.create_model("Sampled", __base__=Body, **SAMPLING)):  # type: ignore[misc]  # mypy does not call it
+    """The fields of both kinds of requests for text: those of `Sampling`, and more. The defaults are OpenAI's."""
 
     max_tokens: int | None = Field(None, ge=1, le=MOST)
     temperature: float = Field(1.0, ge=0, le=1e6)
-    top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=MOST)  # -1 and 0 are off
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=1e6)
-    presence_penalty: float = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 63) - 1)  # choice i draws by (seed, i)
     stop: list[Text] = Field([], description="a text, or a list of texts")
     n: int = Field(1, ge=1, le=1 << 16)

@@ -1,6 +1,7 @@
 """One entry: `specdec` lists its commands without loading them, and every one of them explains itself."""
 
 import ast
+import inspect
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,7 @@ from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE
 from specdec.drafters.formats.convert import SERVERS
 from specdec.machine import PRECISIONS
 from specdec.model.checkpoint import DRAFT_DTYPES
+from specdec.sampling_settings import SamplingWords
 from specdec.trees.spec import TreeSettings
 from specdec.tuning.engines import NAMES
 from specdec.tuning.grid import NODES, WIDTHS
@@ -162,6 +164,12 @@ def test_values_stand_without_their_flag_where_there_is_one_meaning(tmp_path):
 def test_the_table_of_flags_has_the_fields_of_the_settings(part, table):
     flags = {name: False if flag.kind is bool else flag.default for name, flag in table.items()}
     assert flags == {f.name: f.default for f in fields(part)}
+
+
+def test_arguments_of_generate_are_the_fields_of_sampling():
+    known = inspect.signature(specdec.generate).parameters
+    assert list(SamplingWords.__annotations__) == [f.name for f in fields(api.Sampling)]
+    assert set(SamplingWords.__annotations__) <= set(known)
 
 
 def test_the_table_of_flags_has_the_choices_of_the_code():

@@ -5,6 +5,7 @@ import json
 import random
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -13,14 +14,14 @@ pytest.importorskip("llguidance")
 
 from clients import CHAT, HELLO, TEXT, served
 
+from specdec.sampling_settings import Sampling
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, read
 from specdec.serve.refusal import Refusal
 
 FREE = {"prompt": "The", "max_tokens": 2}
 COMMON = {
-    "model": "tiny", "max_tokens": 3, "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.1,
-    "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5, "seed": 3, "stop": ["a", "b"],
-    "n": 1, "stream": True,
+    **{setting.name: setting.default for setting in fields(Sampling)},
+    "model": "tiny", "max_tokens": 3, "temperature": 0.5, "seed": 3, "stop": ["a", "b"], "n": 1, "stream": True,
     "stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False},
     "ignore_eos": False, "return_token_ids": True, "structured_outputs": {"regex": "a+"},
     "response_format": {"type": "json_schema", "json_schema": {"schema": {}}},

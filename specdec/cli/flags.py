@@ -78,8 +78,8 @@ TREE = {
                  "a file with `paths`; your own FILE.py:NAME", metavar="TREE"),
 }  # fmt: skip
 RULE = {
-    "verifier": Flag(f"{', '.join(registry.names('verifier'))} (default match), or your own FILE.py:NAME; block and "
-                     "rejection need --sample-draft; lossy: typical, sglang with a threshold"),
+    "verifier": Flag(f"{', '.join(registry.names('verifier'))}, or your own FILE.py:NAME (default: match); block "
+                     "and rejection need --sample-draft; lossy: typical, sglang with a threshold"),
     "verifier_args": Flag("its settings, such as epsilon=0.09,alpha=0.3 or threshold_acc=0.9", metavar="K=X,..."),
 }  # fmt: skip
 FLAGS = MODELS | SAMPLING | TREE | RULE | {

@@ -15,8 +15,8 @@ import specdec
 from specdec import __main__ as entry
 from specdec import api, registry
 from specdec.children import KINDS
-from specdec.cli.commands import COMMANDS, GROUPS, OLD, loading, parse
-from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE
+from specdec.cli.commands import COMMANDS, GROUPS, OLD, loading, parse, parser_of
+from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE, Flag
 from specdec.drafters.formats.convert import SERVERS
 from specdec.machine import PRECISIONS
 from specdec.model.checkpoint import DRAFT_DTYPES
@@ -181,6 +181,14 @@ def test_the_table_of_flags_has_the_choices_of_the_code():
     assert all(name in RULE["verifier"].help for name in VERIFIERS)
     assert COMMANDS["tune"].own["topk"].default == list(WIDTHS)
     assert COMMANDS["tune"].own["num_draft_tokens"].default == list(NODES)
+
+
+def test_a_flag_of_one_command_stands_in_the_table_of_commands(monkeypatch):
+    command = COMMANDS["generate"]
+    flags = command.flags | {"output": f"{command.flags['output']} fresh"}
+    monkeypatch.setitem(COMMANDS, "generate", command._replace(flags=flags, own={"fresh": Flag("new", bool)}))
+    assert "--fresh new" in " ".join(parser_of("generate").format_help().split())
+    assert parse("generate", ["--prompt", "x", "--fresh"]).fresh
 
 
 def test_the_version(capsys):

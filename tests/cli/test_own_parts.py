@@ -1,6 +1,10 @@
-"""Parts of the user's own: FILE.py:NAME and entry points, in commands and in Python, and how wrong ones are refused."""
+"""New parts: FILE.py:NAME and entry points of the user's own, how wrong ones are refused, and files in a checkout."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -200,3 +204,97 @@ def test_what_an_own_part_depends_on(parts):
     rule = specdec.make_verifier(f"{parts}/my.py:Lenient")
     assert own.digest(rule) == own.digest(f"{parts}/my.py:wide") != ""
     assert own.digest(specdec.make_verifier("match")) == own.digest("ngram") == ""
+
+
+# One of each kind, in a checkout: these files, and a field of `Sampling`
+TREE = """
+from dataclasses import dataclass
+from specdec.trees.static import FixedTree
+
+@dataclass(frozen=True)
+class New(FixedTree):
+    topk: int = 3
+    text = "new"
+
+    def __post_init__(self):
+        self._shape([(rank,) for rank in range(self.topk)], [self.topk])
+
+    @classmethod
+    def parse(cls, text):
+        return None
+"""
+VERIFIER = """
+from dataclasses import dataclass
+from specdec.verify.match import SampleAndMatch
+
+@dataclass(frozen=True)
+class New(SampleAndMatch):
+    share: float = 0.5
+"""
+OBJECTIVE = """
+from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.terms import all_terms, term
+
+class New(Eagle3Objective):
+    pass
+
+@term
+def new_term(student, teacher):
+    value, slope, total = all_terms()["ce"](student, teacher)
+    return 2 * value, 2 * slope, 2 * total
+"""
+ADDED = {
+    "drafters/new.py": "from specdec.drafters.eagle3 import Eagle3, create\n",
+    "conf/drafter/new.yaml": "_target_: specdec.drafters.new.create\ndraft_vocab_size: null\ntaps: [1, 2, 3]\n",
+    "trees/new.py": TREE,
+    "conf/tree/new.yaml": "_target_: specdec.trees.new.New\ntopk: 3\n",
+    "specdec/verify/new.py": VERIFIER,
+    "conf/verifier/new.yaml": "_target_: specdec.verify.new.New\nshare: 0.25\n",
+    "training/objectives/new.py": OBJECTIVE,
+    "conf/objective/new.yaml": "_target_: specdec.training.objectives.new.New\nsteps: 2\nterms: {new_term: 1.0}\n",
+}
+FIELD = '    fresh: float = setting(0.0, "new: 0 (default) is off", ge=0, le=1)'
+USE = """
+import contextlib, io, sys
+import specdec
+from specdec.__main__ import main
+from specdec.serve.protocol import Ask
+
+target, *train = sys.argv[1:]
+main(["train", *train, "drafter=new", "objective=new"])
+out, common = io.StringIO(), ["--prompt", "a b", "--target", target, "--draft", "run/draft", "--fresh", "0.5"]
+with contextlib.redirect_stdout(out):
+    for command in ("generate", "train", "data regenerate"):
+        with contextlib.suppress(SystemExit):
+            main([*command.split(), "--help"])
+    main(["generate", *common, "--tree", "new", "--verifier", "new", "--compare", "--max-new-tokens", "12"])
+print(out.getvalue())
+model = specdec.load_target(target)
+drafter = specdec.load_drafter("run/draft", model)
+print(specdec.generate(model, "a b", drafter, tree="new", verifier="new", fresh=0.5, max_new_tokens=8).verifier)
+print(Ask(fresh=0.5).sampling)
+"""
+
+
+def test_one_of_each_is_found_by_its_files(parts, target_path, tmp_path):
+    """A drafter, a tree, a verifier, an objective and a term need no other file. A setting of sampling needs no other
+    for its flags, its argument of `generate` and its field of a request."""
+    skipped = shutil.ignore_patterns("demo", "__pycache__")
+    for folder in ("specdec", "drafters", "trees", "training", "conf"):
+        shutil.copytree(Path(__file__).parents[2] / folder, tmp_path / folder, symlinks=True, ignore=skipped)
+    for name, text in ADDED.items():
+        (tmp_path / name).write_text(text)
+    file, last = tmp_path / "specdec" / "sampling_settings.py", "    temperature: float | None"
+    text = file.read_text().replace("\n    def __post_init__", f"{FIELD}\n\n    def __post_init__", 1)
+    file.write_text(text.replace(last, f"{last}\n    fresh: float | None"))
+    command = [sys.executable, "-c", USE, target_path, *train_words(target_path, parts, "run"), "hydra.run.dir=."]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(list(map(str, command)), cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert said.count("--fresh X") == 2
+    for found in (
+        "mtp, new, ngram", "dynamic, new, sampled", "match, new, rejection", "mtp, new, parallel",
+        "verifier: new (share 0.25)", "identical: yes", "New(share=0.25)", "fresh=0.5)",
+    ):  # fmt: skip
+        assert found in said

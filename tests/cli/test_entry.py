@@ -167,7 +167,7 @@ def test_the_table_of_flags_has_the_fields_of_the_settings(part, table):
 
 
 def test_arguments_of_generate_are_the_fields_of_sampling():
-    known = inspect.signature(specdec.generate).parameters
+    known = inspect.signature(api.generate).parameters
     assert list(SamplingWords.__annotations__) == [f.name for f in fields(api.Sampling)]
     assert set(SamplingWords.__annotations__) <= set(known)
 
@@ -186,7 +186,8 @@ def test_the_table_of_flags_has_the_choices_of_the_code():
 def test_a_flag_of_one_command_stands_in_the_table_of_commands(monkeypatch):
     command = COMMANDS["generate"]
     flags = command.flags | {"output": f"{command.flags['output']} fresh"}
-    monkeypatch.setitem(COMMANDS, "generate", command._replace(flags=flags, own={"fresh": Flag("new", bool)}))
+    changed = command._replace(flags=flags, own={**command.own, "fresh": Flag("new", bool)})
+    monkeypatch.setitem(COMMANDS, "generate", changed)
     assert "--fresh new" in " ".join(parser_of("generate").format_help().split())
     assert parse("generate", ["--prompt", "x", "--fresh"]).fresh
 

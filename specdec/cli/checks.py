@@ -2,8 +2,10 @@
 
 import argparse
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from specdec import own, registry
 from specdec.cli.files import check_writable
@@ -71,9 +73,32 @@ def check(name: str, args: argparse.Namespace) -> None:
             code, checkpoint = own.split(str(place))
             if place is not None and not str(place).startswith("ngram") and (checkpoint or code not in own.points()):
                 check_place(place)
+    tree = flags.get("tree")
+    if (
+        isinstance(tree, str)
+        and tree.isidentifier()
+        and tree not in ("auto", *own.points())
+        and not Path(tree).is_file()
+    ):
+        registry.settings("tree", tree)
+    for folder in flags.get("traces") or ():
+        if not (folder / "trace.json").is_file():
+            raise ValueError(f"{folder} is not a trace: it has no trace.json")
     verifier = flags.get("verifier")
     if verifier is not None and not own.is_own(verifier) and verifier not in own.points():
         registry.settings("verifier", args.verifier)
+
+
+def check_places(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if Hydra's settings name a file of prompts or data, or a target, that is not there."""
+    groups = {name: group for name in ("data", "target") if isinstance(group := settings.get(name), Mapping)}
+    data, target = (groups.get(name, {}).get("path") for name in ("data", "target"))
+    for what, name in (("prompt", settings.get("prompts")), ("data", data)):
+        if isinstance(name, str) and (what == "prompt" or re.fullmatch(r"[^*?\[]+\.(jsonl?|txt|jsonl\.xz)", name)):
+            with open_text(Path(name), what):
+                pass
+    if isinstance(target, str):
+        check_place(target)
 
 
 def _check_together(name: str, args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from specdec import registry
+from specdec.cli.checks import check_places
 from specdec.cli.commands import Command, description, loading
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import FLAGS
@@ -46,6 +47,7 @@ def start(name: str, command: Command, given: Sequence[str]) -> None:
             plain: Any = OmegaConf.to_container(settings, resolve=True)
         except RecursionError:
             raise ValueError("the settings refer to each other in a circle") from None
+        check_places(plain)  # first, as it needs no torch
         check_settings(plain, command.conf)
         loading(name, (plain.get("target") or {}).get("path"), plain.get("draft"))
         import_module(f"specdec.{command.module}").run(settings)

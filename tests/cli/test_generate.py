@@ -319,7 +319,7 @@ def test_context_ends_the_text(run):
         (["--prompt", "x", "--tempertaure", "1"], "there is no flag --tempertaure; there is --temperature"),
         (["--prompt", "x", "--qqq"], "there is no flag --qqq; specdec generate --help lists all"),
         (["--prompt", "What", "is", "12?"], "is belongs to no flag: a text with spaces needs quotes around it"),
-        (["--prompt", "x", "--tree", "oak"], f"no tree 'oak'; known are {', '.join(registry.names('tree'))}, "),
+        (["--prompt", "x", "--tree", "oak"], f"no tree 'oak': choose one of {', '.join(registry.names('tree'))}, or "),
         (["--prompt", "x", "--draft", "ngram", "--draft-dtype", "bf16"], "dtype are for drafters that learn"),
         (["--prompt", "x", "--token-map", "nowhere.json"], "no such token map: nowhere.json"),
         (["--prompt", "x", "--feedback", "pre"], "its own config says what it feeds back"),

@@ -86,14 +86,17 @@ class Threads:
 
     def adapt(self) -> None:
         """Set the number of threads for the next rounds, at most once in `EVERY` seconds. Costs about 0.1 ms."""
-        now = time.monotonic()
-        if self.fixed or now - self.looked < EVERY:
+        if self.fixed or time.monotonic() - self.looked < EVERY:
             return
-        busy = self._others()
-        occupied = (busy - self.busy) / (now - self.looked)
-        self.looked, self.busy = now, busy
         most = full_threads()
-        self._set(max(1, min(most, round(len(self.cores) - occupied))), most)
+        self._set(max(1, min(most, round(len(self.cores) - self.occupied()))), most)
+
+    def occupied(self) -> float:
+        """Return how many cores other programs of normal priority have occupied since the last look."""
+        now, busy = time.monotonic(), self._others()
+        found = (busy - self.busy) / max(now - self.looked, 1 / TICK)
+        self.looked, self.busy = now, busy
+        return found
 
     def restore(self) -> None:
         """Set the number of threads that torch had before."""

@@ -14,6 +14,7 @@ timed last are the `COMPILED` fastest of different depths then. They are compile
 import shlex
 import statistics
 import sys
+import time
 from collections import abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ import numpy as np
 from specdec.acceptance import Acceptance
 from specdec.contracts import Drafter
 from specdec.structs import Sampling
+from specdec.threads import Threads
 from specdec.trees import Tree
 from specdec.trees.optimal import most_nodes, optimal_paths, tree_of
 from specdec.trees.spec import parse_tree, shape_of
@@ -38,6 +40,7 @@ MARGIN = 1.02  # plain decoding is taken unless a tree is expected to be faster 
 SECONDS, LAST_SECONDS = 1.5, 3.0  # for the first timing, about, and for the last
 TURNS, LAST_TURNS = 3, 9
 LONGEST, SHORTEST = 16, 3  # rounds of one run
+OCCUPIED, LOOK = 0.5, 0.3  # cores that other programs use, above which nothing is timed; seconds of the first look
 TOKENS = 64  # of one run at last: a text's first rounds find less in the processor's caches, and plain ones more later
 
 
@@ -56,7 +59,7 @@ class Choice:
 
     tree: Tree | None
     tau: float
-    speedup: float  # tokens/s to those of plain decoding; 1 if that was chosen
+    speedup: float  # tokens/s to those of plain decoding; 1 if that was chosen, 0 if the machine was too busy to time
     plain_tokens_per_second: float  # of a row
     best: str = ""  # the best tree, where plain decoding was chosen
     best_speedup: float = 1.0
@@ -64,6 +67,8 @@ class Choice:
 
     def __str__(self) -> str:
         """Return the line that a command prints about the choice."""
+        if not self.speedup:
+            return f"tree: {self.tree}, untimed: other programs use the processor, so no tree was measured or cached"
         plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
         if self.tree is None:
             other = f"--tree {shlex.quote(self.best)} would reach {self.best_speedup:.2f} of it"
@@ -145,14 +150,23 @@ def candidates(
 def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
     """Return the fastest tree of those that are timed last, or none.
 
+    Next to other programs nothing is timed, as that would take long and be wrong: a chain of 3 is taken.
+
     compiled: times compiled rounds, if they are to be the fastest.
     """
+    others, begun = Threads(on=True), time.monotonic()
     once = sum(seconds_of(None, SHORTEST))
+    while time.monotonic() < begun + LOOK:
+        once = sum(seconds_of(None, SHORTEST))
+    if others.occupied() > OCCUPIED:
+        chain = max((c for c in all_trees if c.tree.topk == 1 and c.kind.nodes <= 4), key=lambda c: c.kind.nodes)
+        return Choice(chain.tree, chain.tau, 0.0, 1 / once, busy=True)
     costs, disturbed = _first_costs(all_trees, seconds_of, once)
     ranking = sorted(costs, key=lambda c: -c.tau / sum(costs[c]))
     last = ranking[:LAST] if compiled is None else _of_different_depths(ranking)
     tokens = _fitting(LAST_SECONDS, once * (1 + sum(sum(costs[c]) / c.tau for c in last)) * LAST_TURNS, TOKENS)
     timed, plain = _time(last, compiled or seconds_of, lambda tau: max(SHORTEST, round(tokens / tau)), LAST_TURNS)
+    disturbed = disturbed or others.occupied() > OCCUPIED
     speedups = {c: c.tau / sum(timed[c]) for c in last}
     best, rate = max(speedups, key=speedups.__getitem__), 1 / statistics.median(plain)
     if speedups[best] < MARGIN:

@@ -32,6 +32,16 @@ HAND = AlongTexts(0.0, 3, 3, ("001 01 - 20 -",))
 def timed_in_short(monkeypatch):
     monkeypatch.setattr(auto, "SECONDS", 0.1)
     monkeypatch.setattr(auto, "LAST_SECONDS", 0.1)
+    monkeypatch.setattr(auto, "LOOK", 0.0)
+    monkeypatch.setattr(auto.Threads, "occupied", lambda self: 0.0)
+
+
+def test_next_to_other_programs_nothing_is_timed(monkeypatch):
+    monkeypatch.setattr(auto.Threads, "occupied", lambda self: 1.0)
+    timed = set()
+    choice = choose(TREES, lambda tree, rounds: timed.add(tree) or (0.5, 0.5))
+    assert (choice.tree, choice.busy, timed) == (Chain(3), True, {None})
+    assert str(choice).startswith("tree: 1/3/4, untimed: other programs use the processor")
 
 
 def test_tables_by_hand():

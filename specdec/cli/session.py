@@ -1,6 +1,7 @@
 """Models and settings of one run of `specdec generate`, and the decoding of its prompts."""
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from specdec.model.language_model import LanguageModel
 from specdec.text import check_stops, clean, encode_prompt
 from specdec.trees.spec import TreeSettings
 from specdec.tuning.choose import choose_tree
-from specdec.tuning.engines import Workload, adaptive_engine
+from specdec.tuning.engines import CHAIN, POLICY, Workload, adaptive_engine
 from specdec.verify import SampleAndMatch, VerifierSettings, in_words
 
 CHAT_BYTES = 256 << 20  # bytes for the turns of a chat, which each turn sends again
@@ -94,19 +95,26 @@ class Session:
     def _choose_tree(self, asked: bool) -> None:
         """Choose the tree that is fastest here, or none.
 
-        With --show-trees and without --tree auto, keep the default tree.
+        With --show-trees and without --tree auto, keep the default tree. On a CPU, a drafter without measured
+        acceptance drafts a chain, and a policy learns while it decodes how many of its levels pay.
 
         Args:
             asked: --tree auto was given, so raise ValueError where no tree can be chosen.
         """
-        if self.args.show_trees and not asked:
+        args = self.args
+        if args.show_trees and not asked:
             return
         why = _obstacle(self)
         if why is not None:
             if asked:
                 raise ValueError(f"--tree auto cannot choose: {why}")
+            unmeasured = self.drafter.acceptance is None and not self.drafter.abstains and args.children is None
+            if unmeasured and self.target.device.type == "cpu":
+                self.tree = CHAIN
+                if not (args.compile or args.tp_plan):
+                    args.adaptive = POLICY
+                    print("tree: up to 3 levels, as many as pay; the drafter has no acceptance.json", file=sys.stderr)
             return
-        args = self.args
         choice = choose_tree(
             self.target,
             self.drafter,

@@ -20,9 +20,9 @@ from specdec.model.language_model import LanguageModel
 from specdec.model.names import called
 from specdec.model_settings import ModelSettings
 from specdec.threads import Call, Made
-from specdec.trees import Chain, Tree
+from specdec.trees import Tree
 from specdec.trees.spec import TreeSettings
-from specdec.tuning.engines import Workload, adaptive_engine, prepare
+from specdec.tuning.engines import CHAIN, POLICY, Workload, adaptive_engine, prepare
 from specdec.tuning.survival import Survival
 from specdec.verify import VerifierSettings
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:  # they import the extra `serve`, which `main` has looked for
     from specdec.serve.scheduler import Scheduler
     from specdec.serve.service import Service
 
-CHAIN, POLICY = Chain(3), "ema"  # the default on a CPU, without a tree
 ROOM = 4096  # default number of tokens of a text, if the target's context is larger
 KEY = "SPECDEC_API_KEY"
 IDLE = 20.0  # seconds

@@ -18,6 +18,7 @@ from specdec.engine.compatibility import over_block
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.report import Reads
+from specdec.trees import Chain
 from specdec.trees.optimal import most_nodes, optimal_paths
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point, cached_costs, identity, measure
 from specdec.tuning.estimators import make_estimator
@@ -27,6 +28,7 @@ from specdec.tuning.table import Table
 from specdec.tuning.timing import CONTEXT, median, room_for, time_rounds
 
 NAMES = (Fixed.name, Table.name, Bandit.name, Survival.name)
+CHAIN, POLICY = Chain(3), Bandit.name  # the default on a CPU where no tree can be chosen: more nodes cost time there
 GUESS = 0.6  # how often a level is accepted if the one before was, without measurements
 ROUNDS, REPEATS = 6, 3  # timed rounds of a kind in a turn, and turns
 WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that cut trees are timed with

@@ -59,7 +59,7 @@ def test_json_has_what_is_promised(run):
     assert result["identical"] is True
     assert len(result["token_ids"]) == result["num_tokens"] <= 20
     assert result["tau"] == pytest.approx((result["num_tokens"] - 1) / result["rounds"])
-    assert len(result["acceptance_by_depth"]) == 5
+    assert len(result["acceptance_by_depth"]) == 3  # the default on a CPU of a drafter without acceptance.json
     assert isinstance(result["text"], str)
 
 

@@ -10,6 +10,7 @@ from typing_extensions import override
 
 from specdec import ops, ranks
 from specdec.api import Generation, ModelSettings, Sampling, answer
+from specdec.children import kind_for
 from specdec.cli.parser import read_flags
 from specdec.cli.reading import parse_json, read_text
 from specdec.cli.screen import Screen
@@ -66,6 +67,8 @@ class Session:
         trees = read_flags(TreeSettings, args)
         self.tree: Any = None if args.no_draft else trees.make()  # a `Tree`; None for plain decoding
         self.verifier = read_flags(VerifierSettings, args).make()
+        if self.tree is not None:
+            kind_for(self.verifier, self.tree, args.children)
         models = read_flags(ModelSettings, args)
         self.target = models.load_target()
         self.prompts = _encoded(self.target, prompts, args.raw)

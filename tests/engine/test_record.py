@@ -181,7 +181,8 @@ def test_a_full_disk_leaves_the_older_trace(folder, monkeypatch):
 def test_the_command_writes_what_it_reports(target_path, drafter_path, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("The quick brown\nWhat is 12?\nfox")
     flags = ("--target", target_path, "--draft", drafter_path, "--prompts", tmp_path / "prompts.txt")
-    flags += ("--max-new-tokens", 16, "--json", "--compare", "--batch-size", 2, "--trace", tmp_path / "trace")
+    flags += ("--topk", 4, "--max-new-tokens", 16, "--json", "--compare", "--batch-size", 2)
+    flags += ("--trace", tmp_path / "trace")
     main_of("generate")([*map(str, flags)])
     labels = json.loads(capsys.readouterr().out.splitlines()[-1])
     trace = read_trace(tmp_path / "trace")

@@ -83,7 +83,7 @@ def requests(target: Path, drafter: Path) -> list[list[str]]:
     models = ["--target", str(target), "--draft", str(drafter)]
     how = ["--prompt", "The quick", "--max-new-tokens", "24", "--json"]
     return [
-        [*models, *how],
+        [*models, *how, "--topk", "4", "--steps", "5"],
         [*models, *how, "--temperature", "0.9", "--seed", "3", "--topk", "1", "--steps", "3"],
         [*models[:2], "--no-draft", *how, "--temperature", "0.7", "--top-p", "0.9"],
     ]

@@ -78,15 +78,12 @@ def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
     """
     try:
         result, times = (read_json(folder / name) for name in (RESULT, TIMES))
-        settings = result.get("settings")
-        if isinstance(settings, dict) and settings.get("code") != now:
-            return None
         for name, content in ((RESULT, result), (TIMES, times)):
             if content.pop("sha256", None) != _digest(content) or content["key"] != folder.name:
                 raise ValueError(f"{folder / name} is not as the sweep wrote it")
     except ValueError as error:
         raise ValueError(f"{error}; remove {folder}, and the sweep measures this point anew") from None
-    return result, times
+    return (result, times) if result["settings"]["code"] == now else None
 
 
 def _digest(content: dict) -> str:

@@ -9,9 +9,10 @@
 
 import importlib
 
-from specdec.threads import limit_spinning
+from specdec.threads import Threads, limit_spinning
 
 limit_spinning()
+Threads(on=True)  # the first look at the load of other programs
 __version__ = "0.1.0"
 
 # The interface composes all packages, and they import from this one: a module is loaded when first asked for a name.
@@ -37,4 +38,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__} - {"importlib", "INTERFACE", "limit_spinning"})
+    return sorted({*globals(), *__all__} - {"importlib", "INTERFACE", "Threads", "limit_spinning"})

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 Made = TypeVar("Made")
 SPIN = {"GOMP_SPINCOUNT": "8000", "KMP_BLOCKTIME": "1"}  # libgomp: 0.1 to 0.5 ms; libiomp: 1 ms, its unit
 STAT = "/proc/stat"
-EVERY = 0.2  # seconds between two looks at the load
+EVERY, SOON = 0.2, 0.05  # seconds between two looks at the load, and before the second one of a decoding
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat per second
 
 
@@ -77,29 +77,42 @@ class Threads:
     """
 
     usual: int | None = None  # torch's number while ours is smaller
+    looked: float = -1.0  # when this process last looked at the load; negative before the first time
+    busy, found = 0.0, 0.0  # processor time of other programs until then, and how many cores they occupied
 
     def __init__(self, on: bool) -> None:
         """Adapt the threads of torch; `on` False leaves their number as it is."""
         self.fixed = not on or "OMP_NUM_THREADS" in os.environ or not os.path.exists(STAT)
         self.cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if not self.fixed else set()
-        self.looked, self.busy = time.monotonic(), self._others()
+        self.looks = 0
+        if Threads.looked < 0:
+            self.occupied()
 
     def adapt(self) -> None:
-        """Set the number of threads for the next rounds, at most once in `EVERY` seconds. Costs about 0.1 ms."""
-        if self.fixed or time.monotonic() - self.looked < EVERY:
+        """Set the number of threads for the next rounds, at most once in `EVERY` seconds. Costs about 0.1 ms.
+
+        The first number follows from the load since the process last looked, in an earlier decoding or when it began.
+        """
+        age = time.monotonic() - Threads.looked
+        if self.fixed or (self.looks and age < (SOON if self.looks == 1 else EVERY)):
             return
+        if age >= SOON:
+            self.occupied()
+        self.looks += 1
         most = full_threads()
-        self._set(max(1, min(most, round(len(self.cores) - self.occupied()))), most)
+        self._set(max(1, min(most, round(len(self.cores) - Threads.found))), most)
 
     def occupied(self) -> float:
         """Return how many cores other programs of normal priority have occupied since the last look."""
         now, busy = time.monotonic(), self._others()
-        found = (busy - self.busy) / max(now - self.looked, 1 / TICK)
-        self.looked, self.busy = now, busy
-        return found
+        if Threads.looked >= 0:
+            Threads.found = (busy - Threads.busy) / max(now - Threads.looked, 1 / TICK)
+        Threads.looked, Threads.busy = now, busy
+        return Threads.found
 
     def restore(self) -> None:
-        """Set the number of threads that torch had before."""
+        """Set the number of threads that torch had before, until rounds are decoded again."""
+        self.looks = 0
         if Threads.usual is not None:
             self._set(Threads.usual, Threads.usual)
 

@@ -155,6 +155,7 @@ def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Time
     compiled: times compiled rounds, if they are to be the fastest.
     """
     others, begun = Threads(on=True), time.monotonic()
+    others.occupied()
     once = sum(seconds_of(None, SHORTEST))
     while time.monotonic() < begun + LOOK:
         once = sum(seconds_of(None, SHORTEST))

@@ -32,6 +32,8 @@ def cores(monkeypatch):
     clock, busy = [0.0], [0.0]
     monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(threads.Threads, "_others", lambda self: busy[0])
+    monkeypatch.setattr(threads.Threads, "looked", -1.0)
+    monkeypatch.setattr(threads.Threads, "found", 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
 
@@ -41,6 +43,20 @@ def cores(monkeypatch):
     yield occupy
     torch.set_num_threads(before)
     threads.Threads.usual = None
+
+
+def test_the_first_round_knows_the_load_since_the_process_last_looked(cores):
+    first, ours = threads.Threads(True), threads.Threads(True)
+    cores(3)
+    first.adapt()
+    ours.adapt()  # at once after another look: what that one found
+    assert torch.get_num_threads() == 1
+    for seconds, occupied, count in ((0.01, 4, 1), (0.05, 0, 3), (0.1, 4, 3), (0.1, 4, 1)):
+        cores(occupied, seconds)
+        ours.adapt()
+        assert torch.get_num_threads() == count
+    ours.restore()
+    assert torch.get_num_threads() == 4
 
 
 def test_threads_follow_the_free_cores(cores, monkeypatch):
@@ -76,7 +92,7 @@ def test_own_and_niced_time_is_not_another_programs(tmp_path, monkeypatch, nice,
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: {1})
     monkeypatch.setattr(threads.os, "nice", lambda _: nice)
     monkeypatch.setattr(threads.time, "process_time", lambda: 25.0)
-    assert threads.Threads(True).busy == others
+    assert threads.Threads(True)._others() == others
 
 
 def test_results_do_not_depend_on_the_number_of_threads():

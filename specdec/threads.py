@@ -91,16 +91,18 @@ class Threads:
     def adapt(self) -> None:
         """Set the number of threads for the next rounds, at most once in `EVERY` seconds. Costs about 0.1 ms.
 
-        The first number follows from the load since the process last looked, in an earlier decoding or when it began.
+        The first number follows from the load since the process last looked, in an earlier decoding or when it began,
+        and is no less than the cores without a running program.
         """
         age = time.monotonic() - Threads.looked
         if self.fixed or (self.looks and age < (SOON if self.looks == 1 else EVERY)):
             return
         if age >= SOON:
             self.occupied()
+        found = Threads.found if self.looks else min(Threads.found, self._running() - 1)
         self.looks += 1
         most = full_threads()
-        self._set(max(1, min(most, round(len(self.cores) - Threads.found))), most)
+        self._set(max(1, min(most, round(len(self.cores) - found))), most)
 
     def occupied(self) -> float:
         """Return how many cores other programs of normal priority have occupied since the last look."""
@@ -133,3 +135,9 @@ class Threads:
         niced = os.nice(0) > 0  # then our own time counts as `nice`, and programs of normal priority come first
         ticks = sum(sum(map(int, (row[1], row[3], row[6], row[7], row[8]))) for row in rows)
         return ticks / TICK - (0.0 if niced else time.process_time())
+
+    @staticmethod
+    def _running() -> int:
+        """Return the number of threads on this machine that run or wait for a core, this one included."""
+        with open(STAT, encoding="ascii") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("procs_running ")), 1 << 16)

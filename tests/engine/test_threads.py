@@ -29,15 +29,17 @@ def cores(monkeypatch):
     """Simulate four idle cores. Return a function that occupies some of them for the next look."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads.os, "sched_getaffinity", lambda _: range(4))
-    clock, busy = [0.0], [0.0]
+    clock, busy, running = [0.0], [0.0], [9]
     monkeypatch.setattr(threads.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(threads.Threads, "_others", lambda self: busy[0])
+    monkeypatch.setattr(threads.Threads, "_running", lambda self: running[0])
     monkeypatch.setattr(threads.Threads, "looked", -1.0)
     monkeypatch.setattr(threads.Threads, "found", 0.0)
     before = torch.get_num_threads()
     torch.set_num_threads(4)
 
-    def occupy(count: float, seconds: float = 1.0) -> None:
+    def occupy(count: float, seconds: float = 1.0, now: int = 9) -> None:
+        running[0] = now
         clock[0], busy[0] = clock[0] + seconds, busy[0] + count * seconds
 
     yield occupy
@@ -57,6 +59,9 @@ def test_the_first_round_knows_the_load_since_the_process_last_looked(cores):
         assert torch.get_num_threads() == count
     ours.restore()
     assert torch.get_num_threads() == 4
+    cores(4, now=2)  # they have ended, except one
+    ours.adapt()
+    assert torch.get_num_threads() == 3
 
 
 def test_threads_follow_the_free_cores(cores, monkeypatch):

@@ -60,6 +60,7 @@ OTHERS = {
     "eagle2": {"draft": DEMO / "eagle2"},
     "eagle2 with the FR-Spec map": {"draft": DEMO / "eagle2", "token_map": DEMO / "frspec_4096.json"},
     "mtp": {"draft": DEMO / "mtp"},
+    "dspark": {"draft": DEMO / "dspark"},
     "ngram": {"draft": "ngram"},
 }
 

@@ -40,6 +40,14 @@ def _read_once(file: Path) -> dict:
     return read_yaml(file, "settings")
 
 
+def of_command(config: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings of conf/CONFIG.yaml without those of its groups, and the names of these groups."""
+    own = read_yaml(CONF / f"{config}.yaml", "settings")
+    own.pop("hydra", None)
+    groups = [name for entry in own.pop("defaults", ()) if isinstance(entry, dict) for name in entry]
+    return own, [group for group in groups if "/" not in group and " " not in group]
+
+
 def check_buildable(name: object, where: str) -> None:
     """Raise ValueError unless `name` is a class or function of specdec, or of a file of the user's own.
 

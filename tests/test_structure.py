@@ -33,7 +33,6 @@ ROOMS = [
     ["specdec.cli.flags"],
     ["specdec.cli.parser"],
     ["specdec.cli.hydra_words"],
-    ["specdec.cli.hydra_parts"],
     ["specdec.ops"],
     ["specdec.model"],
     ["specdec.sampling"],

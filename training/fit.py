@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.hydra_parts import own_parts
 from specdec.cli.hydra_settings import check_settings, settings_errors
-from specdec.cli.hydra_words import quoted
+from specdec.cli.hydra_words import own_parts, quoted
 from specdec.contracts import Drafter
 from specdec.drafters.formats import load_drafter
 from specdec.registry import CONF

@@ -2,47 +2,45 @@
 
 import argparse
 import json
+import re
+import signal
 import sys
 from contextlib import nullcontext
-from typing import Any
+from io import TextIOWrapper
 
 from specdec import ranks
-from specdec.cli.chat import chat
-from specdec.cli.decoding import run_prompts
 from specdec.cli.lock import only_writer
-from specdec.cli.session import Session
-from specdec.cli.summary import print_summary, summarise
-from specdec.text import read_prompts
+from specdec.cli.screen import Screen, line_reader
+from specdec.cli.session import Session, run_prompts
+from specdec.cli.signals import Terminated
+from specdec.cli.summary import LOSSY, drafting, print_summary, summarise
+from specdec.engine.sequence import Sequence
+from specdec.model.names import called
+from specdec.text import clean, decode_row, encode_chat, read_prompts
+from specdec.verify import in_words
+
+COMMANDS = {"/reset": "begins a new conversation", "/exit": "ends"}
+KEYS = "Ctrl-C stops an answer, Ctrl-D ends."
 
 
 def run(args: argparse.Namespace) -> None:
     """Run `specdec generate`: read the prompts, decode them or chat, and write the trace if one was asked for."""
-    output: Any = sys.stdout
-    if hasattr(output, "reconfigure"):
-        output.reconfigure(errors="replace")
-    words: Any = sys.stdin
-    if hasattr(words, "reconfigure"):
-        words.reconfigure(errors="surrogateescape")  # as the command line's bytes that are not UTF-8 arrive
+    # Bytes that are not UTF-8 arrive as those of the command line do.
+    for stream, errors in ((sys.stdout, "replace"), (sys.stdin, "surrogateescape")):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors=errors)
     ranks.share_output(args, "trace")
     prompts = [args.prompt] if args.prompt is not None else []
     if args.prompts is not None:
         prompts = read_prompts(args.prompts)[: args.limit]
     with nullcontext() if args.trace is None else only_writer(args.trace):
-        decode(args, prompts)
-
-
-def decode(args: argparse.Namespace, prompts: list[str]) -> None:
-    """Load the models that the flags name, then answer the prompts or chat. A trace is written even after an error."""
-    session = Session(args, prompts)
-    if session.choice is not None:
-        print(session.choice, file=sys.stderr)
-    try:
-        if args.chat:
-            chat(session)
-        else:
-            answer_all(session)
-    finally:  # even if standard output is closed
-        session.write_trace()
+        session = Session(args, prompts)
+        if session.choice is not None:
+            print(session.choice, file=sys.stderr)
+        try:
+            chat(session) if args.chat else answer_all(session)
+        finally:  # even if standard output is closed
+            session.write_trace()
 
 
 def answer_all(session: Session) -> None:
@@ -57,8 +55,73 @@ def answer_all(session: Session) -> None:
             print_summary(session, summary)
     if signals.asked:
         begun = sum(len(part.rows) for part in decoded.done)
-        print(
-            f"stopped: {begun} of {len(session.prompts)} prompts were begun, and what they gave is above",
-            file=sys.stderr,
-        )
+        done = f"{begun} of {len(session.prompts)} prompts were begun"
+        print(f"stopped: {done}, and what they gave is above", file=sys.stderr)
         sys.exit(signals.code)
+
+
+# A conversation, turn by turn: --chat
+
+
+def chat(session: Session) -> None:
+    """Read messages until the end of input, and answer each with the whole conversation as its prompt.
+
+    Ctrl-C stops a running answer. At the prompt it raises KeyboardInterrupt.
+    """
+    if not session.target.tokenizer.chat_template:
+        raise ValueError("--chat needs a tokenizer with a chat template, and this target's has none")
+    print(banner(session))
+    history: list[dict[str, str]] = []
+    read = line_reader()
+    while True:
+        try:
+            message = clean(read("> ")).strip()
+        except EOFError:
+            print()
+            return
+        if message == "/exit":
+            return
+        if message == "/reset":
+            history.clear()
+            print("a new conversation")
+        elif re.fullmatch(r"/[a-z]+", message):
+            print(f"there is no {message}: {_commands()}")
+        elif message:
+            _turn(session, history, message)
+
+
+def banner(session: Session) -> str:
+    """The names of target and drafter, and the commands of a chat."""
+    lines = [f"chat with {called(session.target.name)}; {drafting(session)}"]
+    if not session.verifier.lossless:
+        lines.append(f"verifier: {in_words(session.verifier)}, {LOSSY}")
+    return "\n".join([*lines, f"{_commands()} {KEYS}"])
+
+
+def _commands() -> str:
+    return ", ".join(f"{name} {does}" for name, does in COMMANDS.items()) + "."
+
+
+def _turn(session: Session, history: list[dict[str, str]], message: str) -> None:
+    """Answer a message, and append both to the history."""
+    history.append({"role": "user", "content": message})
+    try:
+        row = _answer(session, history)
+    except ValueError as error:  # too long by now: say so, and let the user start again
+        print(f"error: {error}; starting a new conversation", file=sys.stderr)
+        history.clear()
+        return
+    said = decode_row(session.target.tokenizer, row.tokens, session.stops)
+    history.append({"role": "assistant", "content": said})
+
+
+def _answer(session: Session, history: list[dict[str, str]]) -> Sequence:
+    screen = Screen(session.target, quiet=False, trees=session.args.show_trees, stops=session.stops)
+    with session.signals as signals:
+        row = session.run([encode_chat(session.target, history)], screen, first=len(history) // 2).rows[0]
+    screen.end()
+    print(f"[{len(row.tokens)} tokens, {row.trace.rounds} rounds]")
+    if signals.number == signal.SIGTERM:
+        raise Terminated
+    signals.number = None  # Ctrl-C stops an answer, and not the conversation
+    return row

@@ -13,9 +13,8 @@ from specdec.cli.checks import check_places
 from specdec.cli.commands import Command, description, loading
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.flags import FLAGS
-from specdec.cli.hydra_parts import own_parts
 from specdec.cli.hydra_settings import check_folders, check_settings, settings_errors
-from specdec.cli.hydra_words import hydra_words
+from specdec.cli.hydra_words import hydra_words, own_parts
 from specdec.cli.parser import help_width, reflow
 from specdec.registry import CONF
 

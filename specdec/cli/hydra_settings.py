@@ -33,10 +33,8 @@ FIXED = ("target", "trainer", "data", "data.on_policy", "benchmark", "suite", "b
 
 def check_settings(settings: Mapping[str, Any], config: str) -> None:
     """Raise ValueError for a setting of `specdec CONFIG` that is unknown, empty, of a wrong type or out of range."""
-    own = registry.read_yaml(registry.CONF / f"{config}.yaml", "settings")
-    groups = [name for entry in own.pop("defaults", ()) if isinstance(entry, dict) for name in entry]
-    own.pop("hydra", None)
-    defaults = own | {group: _group(group) for group in groups if "/" not in group and " " not in group}
+    own, groups = registry.of_command(config)
+    defaults = own | {group: _group(group) for group in groups}
     _names("", settings, defaults)
 
     def built(entry: tuple[str, Any]) -> bool:  # by a class, which is imported to check it, and with it torch: last
@@ -92,13 +90,12 @@ def _known_names(config: str) -> Iterator[str]:
                 yield f"{prefix}{name}"
                 yield from walk(f"{prefix}{name}.", inner)
 
-    own = registry.read_yaml(registry.CONF / f"{config}.yaml", "settings")
+    own, groups = registry.of_command(config)
     yield from walk("", own)
-    for group in (name for entry in own.get("defaults", ()) if isinstance(entry, dict) for name in entry):
-        if "/" not in group and " " not in group:
-            yield group
-            for name in registry.names(group):
-                yield from walk(f"{group}.", registry.settings(group, name))
+    for group in groups:
+        yield group
+        for name in registry.names(group):
+            yield from walk(f"{group}.", registry.settings(group, name))
 
 
 def check_folders(arguments: Sequence[str]) -> None:

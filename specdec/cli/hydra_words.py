@@ -1,11 +1,14 @@
-"""The words of a command with settings of Hydra: the names that all commands share, values quoted, lists as 1,4."""
+"""The words of a command with settings of Hydra: the names that all commands share, values quoted, lists as 1,4.
+
+A word may also name a part of the user's own, such as drafter=my.py:create (`specdec.own`).
+"""
 
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from specdec import registry
+from specdec import own, registry
 from specdec.cli.flags import FLAGS, MEANT, dashed
 from specdec.cli.parser import nearest_flags
 
@@ -16,6 +19,7 @@ HYDRA_FLAGS = (  # of which argparse takes the beginning too
 WITH_VALUE = ("--cfg", "--package", "--config", "--shell", "--experimental")  # how flags begin that take one
 PLAIN = re.compile(r"[\w./:@%+*?|$\\-]*", re.ASCII)  # what Hydra reads as it is
 WRITTEN = re.compile(r"""['"\[{].*|\w+\(.*\)|.*\$\{.*""", re.DOTALL)  # in Hydra's own grammar, which stays
+GIVEN = ("target", "vocab")  # arguments that the trainer gives to a drafter
 
 
 def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], given: Sequence[str]) -> list[str]:
@@ -30,7 +34,7 @@ def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], giv
     Raises:
         ValueError: A flag does not exist, or has no value.
     """
-    own = registry.read_yaml(registry.CONF / f"{conf}.yaml", "settings")
+    settings, _ = registry.of_command(conf)
     several = any(word == "-m" or (len(word) > 2 and "--multirun".startswith(word)) for word in given)
     found, rest = [], list(given)
     while rest:
@@ -43,10 +47,10 @@ def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], giv
         name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
             name = name.replace("-", "_")
-            _check_name(name, word.partition("=")[0], [*words, *own])
+            _check_name(name, word.partition("=")[0], [*words, *settings])
             if not equals:
-                value = _value(name, own, rest)
-        elif "." not in name and name not in own and name not in words and MEANT.get(name) in {*own, *words}:
+                value = _value(name, settings, rest)
+        elif "." not in name and name not in {*settings, *words} and MEANT.get(name) in {*settings, *words}:
             raise ValueError(f"there is no setting {name}; there is {MEANT[name]}")
         if name in old:
             print(f"note: the setting {name} is now {old[name]}", file=sys.stderr)
@@ -60,15 +64,15 @@ def _is_hydras(word: str) -> bool:
 
 
 def _check_name(name: str, flag: str, known: Sequence[str]) -> None:
-    if name.partition(".")[0] in {*known, *registry.GROUPS}:
+    if name.partition(".")[0] in {*known, *registry.GROUPS, "hydra"}:
         return
-    near = " and ".join(nearest_flags(flag, [dashed(one) for one in known if one not in ("defaults", "hydra")]))
+    near = " and ".join(nearest_flags(flag, map(dashed, known)))
     raise ValueError(f"there is no flag {flag}; {f'there is {near}' if near else '--help lists all'}")
 
 
-def _value(name: str, own: Mapping, rest: list[str]) -> str:
+def _value(name: str, settings: Mapping, rest: list[str]) -> str:
     """Take the value of a flag from the words after it; a switch has none."""
-    switch = FLAGS[name].kind is bool if name in FLAGS else isinstance(own.get(name), bool)
+    switch = FLAGS[name].kind is bool if name in FLAGS else isinstance(settings.get(name), bool)
     if switch and (not rest or rest[0] not in ("true", "false")):
         return "true"
     if not rest:
@@ -110,3 +114,35 @@ def quoted(word: str) -> str:
     """Return a word as Hydra reads it, whatever it holds. A backslash is one there, except before a quotation mark."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + (found[2] and "\\'"), word)
     return "'" + escaped.replace("${", "\\${") + "'"
+
+
+def own_parts(words: Sequence[str]) -> list[str]:
+    """The words with each own part as a name that Hydra knows from now on, with the part's arguments as settings.
+
+    Raises:
+        ValueError: A file, or a class or function in it, does not exist or does not take what it must.
+    """
+    found = []
+    for word in words:
+        group, _, text = word.partition("=")
+        text = bare(text)
+        known = group not in own.POINTS or text in registry.names(group)
+        part = None if known or not (own.is_own(text) or re.fullmatch(r"[\w-]+", text)) else own.find(group, text)
+        found.append(word if part is None else f"{group}={_store(group, text, part)}")
+    return found
+
+
+def _store(group: str, text: str, part) -> str:
+    """Tell Hydra of a part, and return the name that it has there."""
+    from hydra.core.config_store import ConfigStore
+
+    code, checkpoint = own.split(text)
+    if checkpoint is not None:
+        raise ValueError(f"{group}={text} names a checkpoint: give from={text} to train it further")
+    settings = own.settings_of(code, part, *(GIVEN if group == "drafter" else ()))
+    if group == "drafter":
+        own.check_arguments(code, part, None, vocab=None)
+        settings = {"draft_vocab_size": None} | settings
+    name = re.sub(r"\W+", "_", own.short(code).replace(".py:", "_")) + ("_" if own.is_own(code) else "")
+    ConfigStore.instance().store(group=group, name=name, node={"_target_": code} | settings)
+    return name

@@ -1,13 +1,15 @@
-"""The text on the terminal while it is decoded, and the trees that it comes from."""
+"""The text on the terminal while it is decoded, the trees that it comes from, and the lines that a person types."""
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 
+import torch
 from typing_extensions import override
 
-from specdec.cli.drawing import draw
 from specdec.engine.report import Observer, Reads, RoundReport
+from specdec.structs import DraftTree
 from specdec.text import TextStream
 
 DRAFTED = "\033[32m"
@@ -48,3 +50,49 @@ class Screen(Observer):
         if text:
             sys.stdout.write(f"{colour}{text}{PLAIN}" if colour and self.colour else text)
             sys.stdout.flush()
+
+
+def draw(tree: DraftTree, path: list[int], decode, row: int = 0) -> str:
+    """An ASCII drawing of the tree of one row.
+
+    A node shows its token's text, the probability of its path under the drafter, and a star if it was accepted.
+    path: the accepted nodes. decode: maps a token id to text.
+    """
+    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
+    logq = None if tree.logq is None else tree.logq[row].tolist()
+    children: dict[int, list[int]] = {}
+    for node in range(1, len(tokens)):
+        children.setdefault(parents[node], []).append(node)
+
+    def label(node: int) -> str:
+        share = "" if logq is None or node == 0 else f"  {torch.tensor(logq[node]).exp().item():.2f}"
+        return f"{decode(tokens[node])!r}{share}{' *' if node in path else ''}"
+
+    lines = [label(0)]
+
+    def visit(node: int, indent: str) -> None:
+        below = children.get(node, [])
+        for i, child in enumerate(below):
+            end = i == len(below) - 1
+            lines.append(f"{indent}{'`-- ' if end else '|-- '}{label(child)}")
+            visit(child, indent + ("    " if end else "|   "))
+
+    visit(0, "")
+    return "\n".join(lines)
+
+
+def line_reader() -> Callable[[str], str]:
+    """What asks for a line, after a prompt, and raises EOFError at the end of input.
+
+    On a terminal prompt_toolkit edits the line if it is installed (pip install 'specdec[chat]'), else readline, as
+    Python's own prompt does. Elsewhere lines are read as they are.
+    """
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        try:
+            from prompt_toolkit import PromptSession
+        except ImportError:
+            with suppress(ImportError):
+                import readline  # noqa: F401  (`input` edits lines from now on)
+        else:
+            return PromptSession().prompt
+    return lambda prompt: input(prompt)

@@ -1,8 +1,9 @@
-"""Models and settings of one run of `specdec generate`, and the decoding of its prompts."""
+"""Models and settings of one run of `specdec generate`, and the decoding of its prompts, with --compare plainly too."""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from specdec.tuning.choose import choose_tree
 from specdec.tuning.engines import CHAIN, POLICY, Workload, adaptive_engine
 from specdec.verify import SampleAndMatch, VerifierSettings, in_words
 
+LONG_ENOUGH, PASSES = 6.0, 5  # seconds of decoding, and passes, after which speeds are believed
 CHAT_BYTES = 256 << 20  # bytes for the turns of a chat, which each turn sends again
 
 
@@ -99,10 +101,8 @@ class Session:
         """Choose the tree that is fastest here, or none.
 
         With --show-trees and without --tree auto, keep the default tree. On a CPU, a drafter without measured
-        acceptance drafts a chain, and a policy learns while it decodes how many of its levels pay.
-
-        Args:
-            asked: --tree auto was given, so raise ValueError where no tree can be chosen.
+        acceptance drafts a chain, and a policy learns while it decodes how many of its levels pay. asked: --tree auto
+        was given, so raise ValueError where no tree can be chosen.
         """
         args = self.args
         if args.show_trees and not asked:
@@ -118,14 +118,8 @@ class Session:
                     args.adaptive = POLICY
                     print("tree: up to 3 levels, as many as pay; the drafter has no acceptance.json", file=sys.stderr)
             return
-        choice = choose_tree(
-            self.target,
-            self.drafter,
-            batch=args.batch_size,
-            temperature=self.sampling.temperature,
-            compile=args.compile,
-            recalibrate=args.recalibrate,
-        )
+        how: dict[str, Any] = {"temperature": self.sampling.temperature, "recalibrate": args.recalibrate}
+        choice = choose_tree(self.target, self.drafter, batch=args.batch_size, compile=args.compile, **how)
         self.choice, self.tree = choice, choice.tree
         if self.tree is None:
             self.drafter = None
@@ -134,12 +128,6 @@ class Session:
         """Write the trace to the folder of --trace, if it was asked for and something was decoded."""
         if self.recorder is not None and self.recorder.trace.rows:
             write_trace(self.recorder.trace, self.args.trace)
-
-    def observer(self, screen: Screen | None, engine: Engine) -> Observer:
-        """Return an observer of rounds that ends decoding after a signal and feeds screen and recorder, if any."""
-        ends = EndOnSignal(self.signals, engine)
-        shown = [] if screen is None else [screen] if self.recorder is None else [screen, self.recorder]
-        return Observers(ends, *shown)
 
     def run(
         self,
@@ -150,16 +138,12 @@ class Session:
         max_new_tokens: int | None = None,
         first: int = 0,
     ) -> Generation:
-        """Decode prompts (token ids) as one batch, with the flags' settings.
+        """Decode prompts (token ids) as one batch, with the flags' settings, as the screen shows them.
 
-        Args:
-            prompts: Token ids of each prompt.
-            screen: Prints the text as it grows.
-            plain: Decode without the drafter.
-            max_new_tokens: Limit for each row, instead of the flag's.
-            first: The number of the first prompt among all prompts, which its seed depends on.
+        first: the number of the first prompt among all prompts, which its seed depends on.
         """
         args, engine = self.args, self.plain if plain else self.engine
+        shown = [] if screen is None else [screen] if self.recorder is None else [screen, self.recorder]
         return answer(
             engine,
             prompts,
@@ -169,16 +153,12 @@ class Session:
             json_schema=self.schema,
             logprobs=args.logprobs,
             seed=[(args.seed, first + row) for row in range(len(prompts))],
-            observer=self.observer(screen, engine),
+            observer=Observers(EndOnSignal(self.signals, engine), *shown),
         )
 
 
 def _encoded(target: LanguageModel, prompts: Sequence[str], raw: bool) -> list[list[int]]:
-    """Return the token ids of prompts.
-
-    Raises:
-        ValueError: A prompt does not fit the target. Of several prompts the message names its number.
-    """
+    """Return the token ids of prompts. Raises ValueError for one that does not fit the target, with its number."""
     found = []
     for number, prompt in enumerate(prompts, 1):
         try:
@@ -199,3 +179,79 @@ def _obstacle(session: Session) -> str | None:
     if not isinstance(session.verifier, SampleAndMatch):
         return f"acceptance was measured with the rule match, and not with {in_words(session.verifier)}"
     return None
+
+
+@dataclass
+class Decoded:
+    """What was decoded, in the order of the prompts."""
+
+    done: list[Generation]
+    baseline: list[Generation]  # plain decoding of the same, with --compare; else empty
+    turns: list[tuple[float, float]]  # tokens/s, speculatively and plainly, of further passes over all prompts
+
+
+def run_prompts(session: Session) -> Decoded:
+    """Decode every prompt of a session, batch by batch, and print the text as it grows.
+
+    After SIGINT or SIGTERM the last generation is partial, and it has no plain decoding to compare with.
+    """
+    args, prompts = session.args, session.prompts
+    single = args.batch_size == 1
+    if args.compare:  # the first call of each kind pays for memory and code that is loaded then
+        for plain in (False, True):
+            session.run(prompts[:1], plain=plain, max_new_tokens=8)
+    done, baseline = [], []
+    for start in range(0, len(prompts), args.batch_size):
+        if session.signals.asked:
+            break
+        batch = prompts[start : start + args.batch_size]
+        if len(prompts) > 1:
+            print(f"\n--- {start + 1}" + (f" to {start + len(batch)}" if not single else "") + f" of {len(prompts)}")
+        screen = Screen(session.target, quiet=not single, trees=args.show_trees, stops=session.stops)
+        done.append(session.run(batch, screen, first=start))
+        screen.end()
+        if not single:
+            print("\n".join(done[-1].text))
+        if args.compare and not session.signals.asked:
+            baseline.append(session.run(batch, plain=True, first=start))
+    if len(baseline) == len(done) and session.signals.asked:
+        baseline = baseline[:-1]  # the signal came while it was made
+    turns = take_turns(session, done + baseline) if args.compare else []
+    return Decoded(done, baseline, turns)
+
+
+def take_turns(session: Session, first: list[Generation]) -> list[tuple[float, float]]:
+    """Return tokens per second, speculative and plain, of further silent passes over all prompts.
+
+    A short first pass cannot be timed well. Passes repeat up to `LONG_ENOUGH` seconds or `PASSES` in all, the first
+    included, of which `first` has the generations.
+    """
+    spent, prompts = sum(part.result.seconds for part in first), session.prompts
+    turns: list[tuple[float, float]] = []
+    size, together = session.args.batch_size, session.args.tp_plan is not None  # whose clocks differ
+    if session.drafter is None or together:
+        return []
+    while spent < LONG_ENOUGH and len(turns) < PASSES - 1 and not session.signals.asked:
+        ways = []
+        for plain in (False, True):
+            starts = range(0, len(prompts), size)
+            ways.append(merged([session.run(prompts[i : i + size], plain=plain, first=i) for i in starts]))
+        if not session.signals.asked:
+            turns.append((ways[0].tokens_per_second, ways[1].tokens_per_second))
+        spent += sum(way.result.seconds for way in ways)
+    return turns
+
+
+def merged(parts: list[Generation]) -> Generation:
+    """Return several generations as one: rows concatenated, times added."""
+    result = parts[0].result
+    for part in parts[1:]:
+        keys = result.parts.keys() | part.result.parts.keys()
+        result = type(result)(
+            result.rows + part.result.rows,
+            result.seconds + part.result.seconds,
+            result.prefill_seconds + part.result.prefill_seconds,
+            {key: result.parts.get(key, 0) + part.result.parts.get(key, 0) for key in keys},
+        )
+    text = [t for part in parts for t in part.text]
+    return Generation(text, result.rows, result, parts[0].steps, parts[0].verifier)

@@ -3,8 +3,7 @@
 import re
 from typing import Any
 
-from specdec.cli.decoding import Decoded, merged
-from specdec.cli.session import Session
+from specdec.cli.session import Decoded, Session, merged
 from specdec.machine import matmul_precision
 from specdec.trees.base import shape_of
 from specdec.trees.spec import describe

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from specdec import registry
 from specdec.api import make_tree
-from specdec.cli import decoding, summary
+from specdec.cli import session, summary
 from specdec.machine import machine
 from specdec.model.loader import load_target
 from specdec.text import TextStream
@@ -64,8 +64,8 @@ def test_json_has_what_is_promised(run):
 
 
 def test_compare_takes_turns_until_the_time_is_long_enough(run, monkeypatch):
-    for enough, turns in ((0, 1), (math.inf, decoding.PASSES)):
-        monkeypatch.setattr(decoding, "LONG_ENOUGH", enough)
+    for enough, turns in ((0, 1), (math.inf, session.PASSES)):
+        monkeypatch.setattr(session, "LONG_ENOUGH", enough)
         code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 8, "--compare", "--json")
         result = last_json(out)
         assert code == 0

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 from helpers import main_of
 
-from specdec.cli import chat, session, summary
+from specdec.cli import generate, session, summary
 from specdec.cli.errors import one_sentence_errors
 from specdec.engine.trace_files import read_trace
 
@@ -30,7 +30,7 @@ def in_round(monkeypatch, which: int, act) -> None:
         real_call(self, report)
 
     monkeypatch.setattr(session.Screen, "__call__", call)
-    monkeypatch.setattr(chat.Screen, "__call__", call)
+    monkeypatch.setattr(generate.Screen, "__call__", call)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -97,9 +97,9 @@ def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(
 ):
     typed = ["The quick", "", "brown fox", "/rest", "/reset", "What is"]
     seen = []
-    original = chat.encode_chat
+    original = generate.encode_chat
     monkeypatch.setattr(
-        chat, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
+        generate, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
     )
 
     monkeypatch.setattr("builtins.input", Mock(side_effect=[*typed, KeyboardInterrupt]))

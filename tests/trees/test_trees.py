@@ -10,7 +10,7 @@ from helpers import DRAFTERS, tiny_drafter, tiny_target
 from safetensors.torch import load_file
 
 from specdec.children import Drawn, children_of
-from specdec.cli.drawing import draw
+from specdec.cli.screen import draw
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
 from specdec.ops.likely import BLOCK, MANY, top

@@ -6,7 +6,9 @@ Flags are read and checked before the module of the command is imported, and wit
 import difflib
 import sys
 from importlib import import_module
+from types import ModuleType
 
+import specdec
 from specdec import __version__
 from specdec.cli.commands import COMMANDS, GROUPS, OLD, Command, loading, parse
 from specdec.cli.errors import one_sentence_errors
@@ -23,10 +25,8 @@ def first(name: str) -> str:
 def overview(group: str = "") -> str:
     """Return the help: of a group of commands, or of all."""
     prefix = f"{group} " if group else ""
-    if group:
-        does = {name: command.does for name, command in COMMANDS.items() if name.startswith(prefix)}
-    else:
-        does = {name: GROUPS.get(name) or COMMANDS[name].does for name in dict.fromkeys(map(first, COMMANDS))}
+    names = [name for name in COMMANDS if name.startswith(prefix)] if group else dict.fromkeys(map(first, COMMANDS))
+    does = {name: GROUPS.get(name) or COMMANDS[name].does for name in names}
     width = max(map(len, does))
     lines = [
         f"usage: specdec {prefix}COMMAND [options]",
@@ -41,12 +41,9 @@ def overview(group: str = "") -> str:
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """Return the command that a command line names, by up to three words, and the words after it.
+    """Return the command that a command line names, by up to three words or by an old name, and the words after it.
 
-    An old name is replaced by the new one.
-
-    Raises:
-        ValueError: There is no such command.
+    Raises ValueError if there is no such command.
     """
     for count in range(LONGEST, 0, -1):
         if (name := " ".join(words[:count])) in COMMANDS:
@@ -82,6 +79,16 @@ def installation() -> str:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = {"specdec": __version__} | versions() | {"system": platform.platform()} | machine(device)
     return "\n".join(f"{name}: {value}" for name, value in found.items())
+
+
+def make_callable(module: str) -> None:
+    """Let specdec.NAME be called as the function `specdec.NAME`, whose place the import of the module takes."""
+
+    class Callable(ModuleType):
+        def __call__(self, *args, **kwargs):
+            return specdec.__getattr__(module.rpartition(".")[2])(*args, **kwargs)
+
+    sys.modules[module].__class__ = Callable
 
 
 @one_sentence_errors

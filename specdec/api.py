@@ -57,8 +57,8 @@ class Generation:
     text: list[str]
     rows: list[Sequence]
     result: Result
-    steps: int  # 0 without a drafter
-    verifier: Verifier | None  # None without a drafter
+    steps: int
+    verifier: Verifier | None
 
     def __repr__(self) -> str:
         """Texts and counts, without the rows: they hold every token, too much for a notebook."""
@@ -240,17 +240,6 @@ def _stops_of_rows(stop: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[str
 
 
 __all__ = [
-    "DEMO_DRAFTER",
-    "DEMO_TARGET",
-    "Generation",
-    "ModelSettings",
-    "Sampling",
-    "answer",
-    "generate",
-    "load_drafter",
-    "load_target",
-    "load_tree",
-    "make_tree",
-    "make_verifier",
-    "parse_tree",
-]
+    "DEMO_DRAFTER", "DEMO_TARGET", "Generation", "ModelSettings", "Sampling", "answer", "generate", "load_drafter",
+    "load_target", "load_tree", "make_tree", "make_verifier", "parse_tree",
+]  # fmt: skip

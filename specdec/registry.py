@@ -65,18 +65,10 @@ def check_buildable(name: object, where: str) -> None:
     if name in own.points():
         return
     found = find_spec(top) if top.isidentifier() else None
-    places = [found.origin or "", *(found.submodule_search_locations or ())] if found else []
-    installed = {sysconfig.get_path(part) for part in ("stdlib", "platstdlib", "purelib", "platlib")}
-    if (
-        not places
-        or any(place in ("built-in", "frozen") for place in places)
-        or any(
-            Path(place).resolve().is_relative_to(Path(folder).resolve())
-            for place in places
-            if place
-            for folder in installed
-        )
-    ):
+    places = [place for place in (found.origin, *(found.submodule_search_locations or ())) if place] if found else []
+    folders = [Path(sysconfig.get_path(part)).resolve() for part in ("stdlib", "platstdlib", "purelib", "platlib")]
+    installed = any(Path(place).resolve().is_relative_to(folder) for place in places for folder in folders)
+    if not places or installed or {"built-in", "frozen"} & set(places):
         raise ValueError(f"{where} must name a class or function of specdec or of your own file, got {shown(name)}")
 
 

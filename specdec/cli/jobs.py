@@ -25,16 +25,14 @@ def run(config: DictConfig) -> None:
     words = [word.replace("{parts}", str(config.parts)).replace("{part}", str(config.part)) for word in config.command]
     code = subprocess.run([sys.executable, "-m", "specdec", *words], check=False).returncode
     if code:
-        raise ValueError(
-            f"job {config.part} of {config.parts} ended with exit code {code}: specdec {shlex.join(words)}"
-        )
+        job = f"job {config.part} of {config.parts}"
+        raise ValueError(f"{job} ended with exit code {code}: specdec {shlex.join(words)}")
 
 
 def prepare(words: Sequence[str]) -> list[str]:
     """Return the words as Hydra reads them, with the command after -- as a setting.
 
-    Raises:
-        ValueError: There is no command, no number of jobs, or no such launcher.
+    Raises ValueError if there is no command, no number of jobs, or no such launcher.
     """
     if "--" not in words or words[-1] == "--":
         raise ValueError(

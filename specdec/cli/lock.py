@@ -16,16 +16,11 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> Iterator[None]:
-    """Hold the output `out` while its writer works.
+    """Hold the output `out`, a file or folder, while its writer works.
 
-    Args:
-        out: File or folder that is written.
-        inside: The lock file is inside the folder `out`, for a folder whose files are written one by one. By default
-            it is next to `out`, which is replaced as a whole.
-        wait: Wait until the output is free instead of raising.
-
-    Raises:
-        ValueError: Another process holds the output (the message names process and host), or no lock can be made there.
+    inside: the lock file is inside the folder `out`, whose files are written one by one. By default it is next to `out`,
+    which is replaced as a whole. wait: wait until the output is free. Raises ValueError if another process holds the
+    output (the message names process and host), or if no lock can be made there.
     """
     out = Path(os.path.abspath(out))
     path = out / ".writer.lock" if inside else out.with_name(f".{out.name}.lock")

@@ -15,15 +15,20 @@ ROOMS = ("specdec", "drafters", "trees", "training", "conf", "scripts", "tests")
 
 def revision() -> str | None:
     """The commit, followed by '+changes' if files differ from it; None if neither git nor the note has it."""
-    return _of_git() or _of_note()
+    commit = _git("rev-parse", "HEAD")
+    if commit:
+        return f"{commit}+changes" if _git("status", "--porcelain", "--untracked-files=no") else commit
+    try:
+        commit, digest = NOTE.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return commit if digest == code_digest() else None  # unless the note is of other code than this
 
 
 def code_digest(folders: Sequence[str] = ROOMS, wanted: Callable[[str], bool] = lambda name: True) -> str:
     """Return a digest of the Python and YAML files of these folders of the checkout, with their names.
 
-    Args:
-        folders: Folders of the checkout, by their names.
-        wanted: Which files count, by their names in the checkout, such as specdec/api.py.
+    wanted: which files count, by their names in the checkout, such as specdec/api.py.
     """
     files = [f for folder in folders for kind in ("*.py", "*.yaml") for f in (ROOT / folder).rglob(kind)]
     named = {f.relative_to(ROOT).as_posix(): f for f in files}
@@ -37,18 +42,3 @@ def _git(*words: str) -> str | None:
     except OSError:  # there is no git
         return None
     return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _of_git() -> str | None:
-    commit = _git("rev-parse", "HEAD")
-    changed = commit and _git("status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if changed else commit
-
-
-def _of_note() -> str | None:
-    """What the note says, unless it is of other code than this."""
-    try:
-        commit, digest = NOTE.read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return None
-    return commit if digest == code_digest() else None

@@ -1,35 +1,49 @@
-"""The web application: OpenAI's interface over a `Service`. docs/serve.md lists what clients may send."""
+"""The web application: OpenAI's interface over a `Service`, and what a browser gets. docs/serve.md lists it."""
 
 import asyncio
 import errno
 import hmac
 import math
+import re
 import secrets
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from hashlib import sha256
+from importlib.resources import files
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from fastapi.security import HTTPBearer
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 from specdec import __version__
 from specdec.serve.exchange import Exchange, Workers, read_body, unless_stopped
 from specdec.serve.jobs import Delta
-from specdec.serve.pages import add_pages
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler, hand_out
-from specdec.serve.service import Service
-from specdec.serve.token_asks import detokenize, tokenize
+from specdec.serve.service import DetokenizeAsk, Service, TokenizeAsk
 
 TOKENIZERS, GRAMMARS = 4, 2  # threads: a long prompt, or a schema that takes long, does not hold up the others
 FOREIGN = "a request from the {} {!r} is refused; {} allows it"
 PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+BODIES: dict[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatAsk,
+    "/v1/completions": CompletionAsk,
+    "/tokenize": TokenizeAsk,
+    "/detokenize": DetokenizeAsk,
+}
+OFFLINE = (
+    'This page loads Swagger UI from cdn.jsdelivr.net. Without a network read <a href="openapi.json">openapi.json</a>.'
+)
 
 
 def make_app(
@@ -37,11 +51,8 @@ def make_app(
 ) -> FastAPI:
     """Return the application. It starts the scheduler when it starts, and closes the scheduler when it ends.
 
-    Args:
-        service: The model.
-        api_key: The bearer token that the paths of the model need: /v1 and the tokenizer. None needs no token.
-        hosts: Names in the `Host` header that are answered; '*' is any.
-        origins: Other web pages that may call it; '*' is any.
+    api_key: the bearer token that the paths of the model need: /v1 and the tokenizer. hosts: names in the `Host` header
+    that are answered. origins: other web pages that may call it. Of these two '*' is any.
     """
 
     @asynccontextmanager
@@ -168,7 +179,7 @@ def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
     guards: dict[str, Any] = {"dependencies": [Depends(describes), Depends(check_key)]}
 
     async def body_of(request: Request):
-        return await unless_stopped(service.scheduler, read_body(request.receive, service.limits.body_bytes))
+        return await unless_stopped(service.scheduler, read_body(request.receive, service.body_bytes))
 
     async def answer(request: Request, kind: type[Ask]):
         exchange = Exchange(service, kind, await body_of(request))
@@ -197,8 +208,56 @@ def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
 
     @app.post("/tokenize", **guards)
     async def tokenized(request: Request):
-        return await in_thread(request, partial(tokenize, service))
+        return await in_thread(request, service.tokenize)
 
     @app.post("/detokenize", **guards)
     async def detokenized(request: Request):
-        return await in_thread(request, partial(detokenize, service))
+        return await in_thread(request, service.detokenize)
+
+
+def add_pages(app: FastAPI) -> None:
+    """Serve the pages. None of them needs the API key: they hold nothing of the model."""
+    page = files("specdec.serve").joinpath("page.html").read_text(encoding="utf-8")
+    headers = {"content-security-policy": policy_of(page), "cache-control": "no-cache"}
+    swagger = get_swagger_ui_html(openapi_url="openapi.json", title="specdec: HTTP API", swagger_favicon_url="data:,")
+    box = '<div id="swagger-ui">'
+    reference = bytes(swagger.body).decode().replace(box, box + OFFLINE)  # which Swagger UI replaces
+
+    @app.get("/", include_in_schema=False)
+    async def chat_page() -> HTMLResponse:
+        return HTMLResponse(page, headers=headers)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(reference)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> dict:
+        return describe(app)
+
+
+def policy_of(page: str) -> str:
+    """Return the Content-Security-Policy of a page that runs its own script and styles, and calls its own server."""
+    hashes = {
+        tag: " ".join(
+            f"'sha256-{b64encode(sha256(part.encode()).digest()).decode()}'"
+            for part in re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        )
+        for tag in ("script", "style")
+    }
+    own = "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; img-src data:"
+    return f"{own}; connect-src 'self'; script-src {hashes['script']}; style-src {hashes['style']}"
+
+
+def describe(app: FastAPI) -> dict:
+    """Return the OpenAPI document, with the bodies that the paths read themselves."""
+    if app.openapi_schema is None:
+        made = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+        place = "#/components/schemas/{model}"
+        refs, schemas = models_json_schema([(kind, "validation") for kind in BODIES.values()], ref_template=place)
+        made.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        for path, kind in BODIES.items():
+            content = {"application/json": {"schema": refs[kind, "validation"]}}
+            made["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
+        app.openapi_schema = made
+    return app.openapi_schema

@@ -48,17 +48,14 @@ class Metrics:
     """
 
     def __init__(self, model: str, positions: int = 0):
-        """Make all series whose labels are known.
+        """Make all series whose labels are known. positions: the deepest level of a tree.
 
-        Args:
-            model: The label `model_name` of all series.
-            positions: The deepest level of a tree, whose counters then exist from the start.
+        model: the label `model_name` of all series.
         """
         disable_created_metrics()  # `_created` series, which vLLM does not have either
         self.registry, self.lock = CollectorRegistry(), threading.RLock()
         self.own = {"model_name": model, "engine": "0"}
         self.families: dict[str, Any] = {}
-        self.series: dict[tuple, Any] = {}
         for name, (kind, says, *labels) in FAMILIES.items():
             make: Any = kind
             buckets = {"buckets": SECONDS} if kind is Histogram else {}
@@ -72,10 +69,7 @@ class Metrics:
 
     def of(self, name: str, **labels):
         """Return the series of these labels. From now on it is part of every scrape."""
-        key = name, *labels.values()
-        if key not in self.series:
-            self.series[key] = self.families[name].labels(**self.own, **labels)
-        return self.series[key]
+        return self.families[name].labels(**self.own, **labels)
 
     def add(self, name: str, amount: float = 1, **labels) -> None:
         """Add `amount` to a counter."""
@@ -109,9 +103,9 @@ class Metrics:
 def count(
     metrics: Metrics, report: RoundReport, live: list[bool], drafts: list[int], prefixes: Prefixes | None = None
 ) -> None:
-    """Count the tokens of a step, and how many were drafted and accepted in it.
+    """Count the tokens of a step, and how many were drafted and accepted in it. live: rows that had not ended before.
 
-    live: which rows had not ended before. drafts: `drafted_of`. prefixes: the prefix cache.
+    drafts: `drafted_of`.
     """
     add, emitted = metrics.add, sum(map(len, report.emitted))
     add("vllm:generation_tokens", emitted)

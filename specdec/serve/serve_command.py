@@ -71,13 +71,6 @@ def hosts_of(args: argparse.Namespace) -> list[str]:
     return local if args.host in local else ["*"]
 
 
-def make_models(args: argparse.Namespace) -> "tuple[Service, Recorder | None]":
-    """Return the service that the flags ask for, and the recorder of its trace, if any."""
-    engine = make_engine(args)
-    recorder = make_recorder(args, engine)
-    return make_service(args, engine, recorder), recorder
-
-
 def apart(make: Callable[..., Made], *args) -> Made:
     """`make(*args)` in a thread that then ends, and with it its OpenMP workers.
 
@@ -107,17 +100,12 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-def make_engine(args: argparse.Namespace, target: LanguageModel | None = None) -> Engine:
-    """Return the engine that the flags ask for. Settings are checked before models are loaded, which takes a while.
-
-    Args:
-        args: The flags of `specdec serve`.
-        target: Their target, if it has been loaded.
-    """
+def make_engine(args: argparse.Namespace) -> Engine:
+    """Return the engine that the flags ask for. Settings are checked before models are loaded, which takes a while."""
     models = read_flags(ModelSettings, args)
     verifier = read_flags(VerifierSettings, args).make()
     tree: Any = None if args.no_draft else tree_of(args)
-    target = target or models.load_target()
+    target = models.load_target()
     drafter: Any = None if args.no_draft else models.load_drafter(target)
     if args.compile and target.device.type == "cuda":
         ops.use("torch")  # as for `specdec generate`
@@ -160,43 +148,42 @@ def room_of(args: argparse.Namespace, target: LanguageModel) -> int:
     return args.room or min(target.config.context, ROOM)
 
 
-def make_recorder(args: argparse.Namespace, engine: Engine) -> Recorder | None:
-    """What --trace asks for. It keeps all rounds in memory until the server ends."""
-    if args.trace is None:
-        return None
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
-    del flags["api_key"]
-    pieces = engine.target, engine.drafter, engine.policy, engine.verifier
-    return Recorder({"flags": flags} | describe(*pieces))
+def make_models(args: argparse.Namespace) -> "tuple[Service, Recorder | None]":
+    """Return the service that the flags ask for, and the recorder of its trace, if any.
 
-
-def make_service(args: argparse.Namespace, engine: Engine, recorder: Recorder | None = None) -> "Service":
-    """The service with the limits of the flags. Requests may choose their speculation by the names that flags have."""
+    Requests may choose their speculation by the names that flags have.
+    """
     from specdec.serve.scheduler import Scheduler
-    from specdec.serve.service import Limits, Service
-    from specdec.serve.speculation import Speculation
+    from specdec.serve.service import Service, Speculation
 
-    target, name = engine.target, args.served_model_name or name_of(args)
+    engine, recorder, name = make_engine(args), None, args.served_model_name or name_of(args)
+    if args.trace is not None:
+        flags = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+        del flags["api_key"]
+        pieces = engine.target, engine.drafter, engine.policy, engine.verifier
+        recorder = Recorder({"flags": flags} | describe(*pieces))  # keeps all rounds in memory until the server ends
     scheduler = Scheduler(
         engine,
         rows=args.batch_size,
-        room=room_of(args, target),
+        room=room_of(args, engine.target),
         queue=args.queue,
         prefill_chunk=args.prefill_chunk,
         max_seconds=args.max_seconds,
         model=name,
         observer=recorder,
     )
-    return Service(
-        target,
+    service = Service(
+        engine.target,
         scheduler,
         name,
-        Limits(args.max_body, min(args.max_n, args.batch_size + args.queue)),
+        args.max_body,
+        min(args.max_n, args.batch_size + args.queue),
         stream_interval=args.stream_interval,
         acceptance=args.per_request_spec_decode_metrics,
         prompt_details=args.enable_prompt_tokens_details,
         speculation=Speculation.of(engine, called(read_flags(ModelSettings, args).drafter), str(tree_of(args))),
     )
+    return service, recorder
 
 
 def name_of(args: argparse.Namespace) -> str:

@@ -1,88 +1,138 @@
-"""Turns requests into jobs: prompts to ids, limits and choices. It also describes the model."""
+"""Turns requests into jobs: prompts to ids, limits, choices, speculation. It also describes and tokenizes."""
 
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
+from pydantic import Field
+
+from specdec.engine.engine import Engine
 from specdec.model.language_model import LanguageModel
 from specdec.sampling.grammar import Grammar
 from specdec.sampling.json_grammar import grammars_of
 from specdec.schema import shown
 from specdec.serve.jobs import Delta, Job
-from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk, Message
+from specdec.serve.protocol import Ask, Body, ChatAsk, CompletionAsk, Message, Text, Wish, read
 from specdec.serve.refusal import Refusal
 from specdec.serve.replies import ChatReply, Choice, CompletionReply, Reply
 from specdec.serve.scheduler import Scheduler
-from specdec.serve.speculation import Speculation
 from specdec.text import StopStrings, encode_chat
 from specdec.vocabulary import vocabulary_of
 
+NAME = "speculative"
+
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits of a request, in addition to the room of a text."""
+class Speculation:
+    """The drafter's name and the largest tree of a server; without a drafter the name is None."""
 
-    body_bytes: int = 4 << 20
-    choices: int = 16  # texts of a response: prompts times n
+    draft: str | None = None
+    tree: str = ""
+    topk: int = 0
+    steps: int = 0
+    num_draft_tokens: int = 1
+    adaptive: str | None = None  # the policy that chooses how much of the tree each round drafts
+
+    @classmethod
+    def of(cls, engine: Engine, draft: str | None = None, tree: str | None = None) -> "Speculation":
+        """What an engine drafts. draft, tree: the names that the server's command has for them."""
+        if engine.policy is None:
+            return cls()
+        shape = engine.policy.topk, engine.policy.steps, engine.policy.num_draft_tokens
+        adaptive = None if engine.adaptive is None else engine.adaptive.name
+        return cls(draft or type(engine.drafter).__name__, tree or "/".join(map(str, shape)), *shape, adaptive)
+
+    def steps_of(self, wish: Wish | None) -> int | None:
+        """Return how many levels of the tree count for a request; None for all.
+
+        Raises `Refusal` for other settings of this server, as all rows share one drafter and one tree.
+        """
+        if wish is None:
+            return None
+        if wish.off:
+            if others := sorted(wish.model_fields_set - {"off", "report"}):
+                raise Refusal(f"{NAME}.off contradicts {NAME}.{others[0]}", f"{NAME}.off")
+            return 0
+        if wish.draft not in (None, self.draft):
+            has = "decodes plainly" if self.draft is None else f"drafts with {self.draft!r}"
+            raise Refusal(f"{NAME}.draft is {shown(wish.draft)}, but this server {has}", f"{NAME}.draft")
+        for name in ("tree", "topk"):
+            if getattr(wish, name) not in (None, getattr(self, name)):
+                raise self._other(name, getattr(wish, name))
+        steps = wish.steps
+        if wish.num_draft_tokens not in (None, self.num_draft_tokens):
+            chain = wish.num_draft_tokens - 1
+            if self.topk != 1 or steps not in (None, chain):
+                raise self._other("num_draft_tokens", wish.num_draft_tokens)
+            steps = chain
+        if steps is not None and steps > self.steps:
+            raise Refusal(f"{NAME}.steps is {steps}, but this server's tree has {self.steps} levels", f"{NAME}.steps")
+        return steps
+
+    def _other(self, name: str, wanted: Any) -> Refusal:
+        has = f"its tree is {self.tree}" if self.draft is not None else "it decodes plainly"
+        return Refusal(
+            f"{NAME}.{name} is {shown(wanted)}, which this server does not have: {has}, of which a request may "
+            "take fewer steps",
+            f"{NAME}.{name}",
+        )
 
 
+class TokenizeAsk(Body):
+    """A request to /tokenize."""
+
+    prompt: Text | None = Field(None, description="a text")
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool = True  # of a prompt; a chat template writes its own
+    main: ClassVar[str] = "prompt"
+
+
+class DetokenizeAsk(Body):
+    """A request to /detokenize."""
+
+    tokens: list[int] = Field(description="a list of ids from 0 to the size of the vocabulary")
+    main: ClassVar[str] = "tokens"
+
+
+@dataclass
 class Service:
-    """A model that answers requests by a scheduler.
+    """A model that answers requests by a scheduler. Every method is fast except those that tokenize.
 
-    Every method is fast except for tokenization, so call `prepare` where it may take a moment.
+    Attributes:
+        model: The model's name in requests and responses.
+        body_bytes: Of a request at most.
+        choices: Texts of a response at most: prompts times n.
+        stream_interval: Tokens of an event of a stream; None: those of a step.
+        acceptance: Speculation metrics of responses: 'none', 'summary' or 'detailed'.
+        prompt_details: Report the number of cached prompt tokens in usages.
+        speculation: The speculation settings that requests may choose; None: those of the engine.
     """
 
     target: LanguageModel
     scheduler: Scheduler
     model: str
-    limits: Limits
-    stream_interval: int | None
-    acceptance: str
-    prompt_details: bool
-    speculation: Speculation
-    created: int
-    longest: int  # bytes of a token
+    body_bytes: int = 4 << 20
+    choices: int = 16
+    stream_interval: int | None = None
+    acceptance: str = "none"
+    prompt_details: bool = False
+    speculation: Speculation | None = None
 
-    def __init__(
-        self,
-        target: LanguageModel,
-        scheduler: Scheduler,
-        model: str,
-        limits: Limits | None = None,
-        *,
-        stream_interval: int | None = None,
-        acceptance: str = "none",
-        prompt_details: bool = False,
-        speculation: Speculation | None = None,
-    ):
-        """Check the target. Raises ValueError for one without a tokenizer.
-
-        Args:
-            target: The model.
-            scheduler: It decodes with that model.
-            model: The model's name in requests and responses.
-            limits: What a request may ask for.
-            stream_interval: Tokens of an event of a stream; None: those of a step.
-            acceptance: Speculation metrics of responses: 'none', 'summary' or 'detailed'.
-            prompt_details: Report the number of cached prompt tokens in usages.
-            speculation: The speculation settings that requests may choose; None: those of the engine.
-        """
-        if target.tokenizer is None:
+    def __post_init__(self) -> None:
+        """Check the target. Raises ValueError for one without a tokenizer."""
+        if self.target.tokenizer is None:
             raise ValueError("a server needs a tokenizer, and this target has none")
-        self.target, self.scheduler, self.model = target, scheduler, model
-        self.limits = limits or Limits()
-        self.stream_interval, self.acceptance, self.prompt_details = stream_interval, acceptance, prompt_details
-        self.speculation = speculation or Speculation.of(scheduler.engine)
+        self.speculates = self.speculation or Speculation.of(self.scheduler.engine)
         self.created = int(time.time())
-        vocabulary = vocabulary_of(target.tokenizer)
-        self.longest = max(len(vocabulary.bytes_of(token)) for token in range(len(target.tokenizer)))
+        vocabulary = vocabulary_of(self.target.tokenizer)
+        self.longest = max(len(vocabulary.bytes_of(token)) for token in range(len(self.target.tokenizer)))  # in bytes
 
     def models(self) -> dict:
         """Return the JSON of /v1/models: the one model, with the room of a text and the speculation settings."""
         entry: dict[str, Any] = {"id": self.model, "object": "model", "created": self.created, "owned_by": "specdec"}
-        entry |= {"root": self.model, "max_model_len": self.scheduler.room, "speculative": asdict(self.speculation)}
+        entry |= {"root": self.model, "max_model_len": self.scheduler.room, "speculative": asdict(self.speculates)}
         return {"object": "list", "data": [entry]}
 
     def check_model(self, name: str | None) -> None:
@@ -92,29 +142,33 @@ class Service:
             raise Refusal(what, "model", status=404, code="model_not_found")
 
     def prepare(self, ask: Ask, grammar: Grammar | None, tell: Callable[[Delta], None]) -> Reply:
-        """Return the reply to a request, with a job for each choice, not yet submitted.
+        """Return the reply to a request, with a job for each choice, not yet submitted. `tell` gets all their deltas.
 
-        Args:
-            ask: The request.
-            grammar: The grammar of all texts, if any.
-            tell: Called with every delta of a job.
-
-        Raises:
-            Refusal: The request cannot be served.
+        Raises `Refusal` if the request cannot be served.
         """
         self.check_model(ask.model)
         prompts = self._prompts(ask)
-        if len(prompts) * ask.n > self.limits.choices:
+        if len(prompts) * ask.n > self.choices:
             wanted = f"{len(prompts)} prompts with n {ask.n}" if len(prompts) > 1 else f"n {ask.n}"
-            raise Refusal(
-                f"a response has {self.limits.choices} texts at most, got {wanted}", "n" if ask.n > 1 else ask.main
-            )
+            raise Refusal(f"a response has {self.choices} texts at most, got {wanted}", "n" if ask.n > 1 else ask.main)
         seed = secrets.randbits(62) if ask.seed is None else ask.seed
         choices: list[Choice] = []
         marked = ask.speculative is not None and ask.speculative.report
         for prompt in prompts:
             for _ in range(ask.n):
-                job = self._job(ask, prompt, (seed, len(choices)), tell, grammar)
+                job = Job(
+                    prompt,
+                    tell,
+                    max_new_tokens=ask.limit(len(prompt), self.scheduler.room),
+                    sampling=ask.sampling,
+                    seed=(seed, len(choices)),
+                    eos=frozenset() if ask.ignore_eos else None,
+                    stop=StopStrings(self.target.tokenizer, ask.stop) if ask.stop else None,
+                    logprobs=ask.likely is not None,
+                    top_logprobs=ask.likely or 0,
+                    grammar=grammar,
+                    steps=self.speculates.steps_of(ask.speculative),
+                )
                 choices.append(Choice(len(choices), job, self.target.tokenizer, ask.stop, marked))
         kind, name = (ChatReply, "chatcmpl") if isinstance(ask, ChatAsk) else (CompletionReply, "cmpl")
         used = sum(map(len, prompts))
@@ -171,24 +225,25 @@ class Service:
         self._check_length(len(text), "prompt")
         return self.target.tokenizer(text, add_special_tokens=special)["input_ids"]
 
-    def _job(
-        self,
-        ask: Ask,
-        prompt: list[int],
-        seed: tuple[int, int],
-        tell: Callable[[Delta], None],
-        grammar: Grammar | None,
-    ) -> Job:
-        return Job(
-            prompt,
-            tell,
-            max_new_tokens=ask.limit(len(prompt), self.scheduler.room),
-            sampling=ask.sampling,
-            seed=seed,
-            eos=frozenset() if ask.ignore_eos else None,
-            stop=StopStrings(self.target.tokenizer, ask.stop) if ask.stop else None,
-            logprobs=ask.likely is not None,
-            top_logprobs=ask.likely or 0,
-            grammar=grammar,
-            steps=self.speculation.steps_of(ask.speculative),
+    def tokenize(self, body: dict) -> dict:
+        """Return the JSON of vLLM's /tokenize: the token ids of a text, or of a chat in the target's template."""
+        if body.get("prompt") is None and body.get("messages") is None:
+            raise Refusal("give a text as prompt, or messages", "prompt")
+        ask = read(TokenizeAsk, body)
+        if ask.prompt is not None and ask.messages is not None:
+            raise Refusal("give a text as prompt, or messages, but not both", "prompt")
+        self.check_model(ask.model)
+        ids: list[int] = (
+            self.encode(ask.prompt, ask.add_special_tokens)
+            if ask.prompt is not None
+            else self.encode_chat(ask.messages or [])
         )
+        return {"count": len(ids), "max_model_len": self.scheduler.room, "tokens": ids}
+
+    def detokenize(self, body: dict) -> dict[str, Any]:
+        """Return the JSON of vLLM's /detokenize: the text of token ids."""
+        ask, vocab = read(DetokenizeAsk, body), self.target.config.vocab
+        self.check_model(ask.model)
+        if not all(0 <= token < vocab for token in ask.tokens):
+            raise Refusal(f"tokens must be a list of ids from 0 to {vocab - 1}", "tokens")
+        return {"prompt": self.target.tokenizer.decode(ask.tokens)}

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,28 @@ ONE_OF: tuple[tuple[tuple[str, ...], tuple[str, ...], bool], ...] = (
     (("data count",), ("data", "text"), False),
     (("tune tree",), ("keep", "out"), False),
 )
+# Command, whether its flags are wrong, and what is said of them then.
+WRONG: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("generate", lambda flags: flags.prompt is not None and not flags.prompt.strip(),
+     "the prompt is empty; write something after --prompt"),
+    ("generate", lambda flags: flags.batch_size > 1 and flags.show_trees,
+     "--show-trees draws one sequence at a time: leave --batch-size at 1"),
+    ("serve", lambda flags: flags.tree == "auto",
+     "--tree auto chooses for one load, and a server has many: give --topk, --steps, or --adaptive NAME"),
+    ("data regenerate", lambda flags: flags.samples > 1 and not flags.temperature,
+     "--samples {samples} needs a --temperature: greedy answers to a prompt are all the same"),
+    ("tune", lambda flags: flags.max_new_tokens < 2,
+     "--max-new-tokens must be at least 2: the first token comes from the prefill"),
+    ("tune tree", lambda flags: flags.topk > 36,  # the digits of acceptance.json
+     "--topk must be at most 36, got {topk}"),
+    ("tune tree", lambda flags: flags.keep and not (flags.draft and Path(flags.draft).is_dir()),
+     "--keep writes into the drafter's folder: give it as --draft FOLDER"),
+    ("lab bench serve", lambda flags: not 0 <= flags.range_ratio < 1,
+     "--range-ratio must be at least 0 and below 1, got {range_ratio:g}"),
+)  # fmt: skip
+# Commands that need a drafter, given or bundled, and what else helps.
+PLAIN = ", or --no-draft to decode plainly"
+PAIRED = {"generate": PLAIN, "serve": PLAIN, "tune": "", "tune tree": "", "trace diagnose": ""}
 SUFFIXES = {"data regenerate": (".jsonl",), "data count": (".json", ".pt")}
 PACKAGES = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "lab bench serve": ("httpx2",)}
 
@@ -55,8 +77,15 @@ def check(name: str, args: argparse.Namespace) -> None:
         raise ValueError(f"specdec {name} needs {', '.join(missing)}: pip install 'specdec[serve]'")
     if set(SAMPLING) <= set(flags):
         read_flags(Sampling, args)
-    if name in OWN:
-        OWN[name](args)
+    for command, wrong, message in WRONG:
+        if name == command and wrong(args):
+            raise ValueError(message.format(**flags))
+    if name in PAIRED and not flags.get("no_draft"):
+        read_flags(ModelSettings, args).check_pair(PAIRED[name])
+    if name == "prove" and args.server is None:
+        draft_for(args.target, args.draft)
+    if flags.get("part") is not None:
+        args.part = read_part(args.part)
     for flag, what in (("prompts", "prompt"), ("json_schema", "JSON schema"), ("settings", "settings")):
         if isinstance(flags.get(flag), Path):
             with open_text(flags[flag], what):
@@ -67,26 +96,22 @@ def check(name: str, args: argparse.Namespace) -> None:
                 raise ValueError(f"--out must end in {' or '.join(SUFFIXES[name])}, got {args.out}")
             if name != "data regenerate":  # which makes the folder
                 check_writable(flags[flag])
+    points = own.points()
     for flag in ("target", "draft"):
         given = flags.get(flag)
         for place in given if isinstance(given, list) else [given]:
             code, checkpoint = own.split(str(place))
-            if place is not None and not str(place).startswith("ngram") and (checkpoint or code not in own.points()):
+            if place is not None and not str(place).startswith("ngram") and (checkpoint or code not in points):
                 check_place(place)
     tree = flags.get("tree")
-    if (
-        isinstance(tree, str)
-        and tree.isidentifier()
-        and tree not in ("auto", *own.points())
-        and not Path(tree).is_file()
-    ):
+    if isinstance(tree, str) and tree.isidentifier() and tree not in ("auto", *points) and not Path(tree).is_file():
         registry.settings("tree", tree)
     for folder in flags.get("traces") or ():
         if not (folder / "trace.json").is_file():
             raise ValueError(f"{folder} is not a trace: it has no trace.json")
     verifier = flags.get("verifier")
-    if verifier is not None and not own.is_own(verifier) and verifier not in own.points():
-        registry.settings("verifier", args.verifier)
+    if verifier is not None and not own.is_own(verifier) and verifier not in points:
+        registry.settings("verifier", verifier)
 
 
 def check_places(settings: Mapping[str, Any]) -> None:
@@ -120,71 +145,9 @@ def _check_together(name: str, args: argparse.Namespace) -> None:
                 raise ValueError(f"{dashed(flag)} needs {dashed(needed)}: give both")
 
 
-def _generate(args: argparse.Namespace) -> None:
-    if args.prompt is not None and not args.prompt.strip():
-        raise ValueError("the prompt is empty; write something after --prompt")
-    _decodes(args)
-    if args.batch_size > 1 and args.show_trees:
-        raise ValueError("--show-trees draws one sequence at a time: leave --batch-size at 1")
-
-
-def _decodes(args: argparse.Namespace) -> None:
-    if not args.no_draft:
-        read_flags(ModelSettings, args).check_pair(", or --no-draft to decode plainly")
-
-
-def _serve(args: argparse.Namespace) -> None:
-    if args.tree == "auto":
-        raise ValueError(
-            "--tree auto chooses for one load, and a server has many: give --topk, --steps, or --adaptive NAME"
-        )
-    _decodes(args)
-
-
-def _regenerate(args: argparse.Namespace) -> None:
-    if args.samples > 1 and not args.temperature:
-        raise ValueError(f"--samples {args.samples} needs a --temperature: greedy answers to a prompt are all the same")
-    if args.part is not None:
-        args.part = read_part(args.part)
-
-
 def read_part(text: str) -> tuple[int, int]:
     """'2/4' -> (2, 4). Raises ValueError for anything else."""
     found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if found is None or int(found[1]) >= int(found[2]):
         raise ValueError(f"--part is K/N, such as 0/4 for the first of 4 parts, and not {text!r}")
     return int(found[1]), int(found[2])
-
-
-def _tune(args: argparse.Namespace) -> None:
-    if args.max_new_tokens < 2:
-        raise ValueError("--max-new-tokens must be at least 2: the first token comes from the prefill")
-    _pair(args)
-
-
-def _pair(args: argparse.Namespace) -> None:
-    read_flags(ModelSettings, args).check_pair()
-
-
-def _tree(args: argparse.Namespace) -> None:
-    if args.topk > 36:  # the digits of acceptance.json
-        raise ValueError(f"--topk must be at most 36, got {args.topk}")
-    if args.keep and not (args.draft and Path(args.draft).is_dir()):
-        raise ValueError("--keep writes into the drafter's folder: give it as --draft FOLDER")
-    _pair(args)
-
-
-def _prove(args: argparse.Namespace) -> None:
-    if args.server is None:
-        draft_for(args.target, args.draft)
-
-
-def _load(args: argparse.Namespace) -> None:
-    if not 0 <= args.range_ratio < 1:
-        raise ValueError(f"--range-ratio must be at least 0 and below 1, got {args.range_ratio:g}")
-
-
-OWN = {
-    "generate": _generate, "serve": _serve, "data regenerate": _regenerate, "tune": _tune, "tune tree": _tree,
-    "prove": _prove, "lab bench serve": _load, "trace diagnose": _pair,
-}  # fmt: skip

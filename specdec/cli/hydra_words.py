@@ -23,23 +23,21 @@ GIVEN = ("target", "vocab")  # arguments that the trainer gives to a drafter
 
 
 def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], given: Sequence[str]) -> list[str]:
-    """Return a command line as Hydra reads it.
+    """Return a command line as Hydra reads it. Raises ValueError for a flag that does not exist or has no value.
 
     Args:
         conf: The command's settings, conf/CONF.yaml.
         words: Name of a flag that all commands share -> the setting that it stands for.
         old: Old name of a setting -> its name.
         given: NAME=VALUE, --NAME=VALUE, --NAME VALUE or --SWITCH, and Hydra's own flags.
-
-    Raises:
-        ValueError: A flag does not exist, or has no value.
     """
     settings, _ = registry.of_command(conf)
     several = any(word == "-m" or (len(word) > 2 and "--multirun".startswith(word)) for word in given)
     found, rest = [], list(given)
     while rest:
         word = rest.pop(0)
-        if word.startswith("-") and (not word.startswith("--") or _is_hydras(word)):
+        hydras = any(known.startswith(word.partition("=")[0]) for known in HYDRA_FLAGS)
+        if word.startswith("-") and (hydras or not word.startswith("--")):
             takes = word.startswith(("-cd", "-cp", "-cn", "-c", "-p", *WITH_VALUE)) and "=" not in word
             found += [word, *(rest[:1] if takes else [])]
             del rest[: 1 if takes else 0]
@@ -47,7 +45,10 @@ def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], giv
         name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--"):
             name = name.replace("-", "_")
-            _check_name(name, word.partition("=")[0], [*words, *settings])
+            if name.partition(".")[0] not in {*words, *settings, *registry.GROUPS, "hydra"}:
+                flag = word.partition("=")[0]
+                near = " and ".join(nearest_flags(flag, map(dashed, (*words, *settings))))
+                raise ValueError(f"there is no flag {flag}; {f'there is {near}' if near else '--help lists all'}")
             if not equals:
                 value = _value(name, settings, rest)
         elif "." not in name and name not in {*settings, *words} and MEANT.get(name) in {*settings, *words}:
@@ -57,17 +58,6 @@ def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], giv
             name = old[name]
         found.append(_setting(name, value, words, several) if equals or word.startswith("--") else word)
     return found
-
-
-def _is_hydras(word: str) -> bool:
-    return any(known.startswith(word.partition("=")[0]) for known in HYDRA_FLAGS)
-
-
-def _check_name(name: str, flag: str, known: Sequence[str]) -> None:
-    if name.partition(".")[0] in {*known, *registry.GROUPS, "hydra"}:
-        return
-    near = " and ".join(nearest_flags(flag, map(dashed, known)))
-    raise ValueError(f"there is no flag {flag}; {f'there is {near}' if near else '--help lists all'}")
 
 
 def _value(name: str, settings: Mapping, rest: list[str]) -> str:
@@ -92,13 +82,10 @@ def _setting(name: str, value: str, words: Mapping[str, str], several: bool) -> 
         raise ValueError(f"{path} must be the name of a file in conf/{path}, got {value}")
     if WRITTEN.fullmatch(value) or (several and "," in value) or (value == "" and name not in words):
         return f"{path}={value}"
-    if "," in value and " " not in value and not path.endswith(".path") and not _is_file(name):
+    is_file = path.endswith(".path") or (name in FLAGS and FLAGS[name].kind is Path)
+    if "," in value and " " not in value and not is_file:
         return f"{path}=[{','.join(_quoted(part.strip()) for part in value.split(','))}]"
     return f"{path}={_quoted(value)}"
-
-
-def _is_file(name: str) -> bool:
-    return name in FLAGS and FLAGS[name].kind is Path
 
 
 def _quoted(value: str) -> str:
@@ -119,8 +106,7 @@ def quoted(word: str) -> str:
 def own_parts(words: Sequence[str]) -> list[str]:
     """The words with each own part as a name that Hydra knows from now on, with the part's arguments as settings.
 
-    Raises:
-        ValueError: A file, or a class or function in it, does not exist or does not take what it must.
+    Raises ValueError for a file, class or function that does not exist or does not take what it must.
     """
     found = []
     for word in words:

@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> Iterator[None]:
     """Hold the output `out`, a file or folder, while its writer works.
 
-    inside: the lock file is inside the folder `out`, whose files are written one by one. By default it is next to `out`,
+    inside: the lock file is inside the folder `out`, whose files are written one by one. Else it is next to `out`,
     which is replaced as a whole. wait: wait until the output is free. Raises ValueError if another process holds the
     output (the message names process and host), or if no lock can be made there.
     """

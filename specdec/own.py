@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
@@ -73,8 +73,7 @@ def points() -> set[str]:
 def find(group: str, text: str) -> Callable | None:
     """Return the class or function that a text names; None if it is neither FILE.py:NAME nor an entry point.
 
-    Raises:
-        ValueError: There is no such file or name, or the file cannot be imported.
+    Raises ValueError if there is no such file or name, or if the file cannot be imported.
     """
     found = FORM.fullmatch(text)
     if found is None:
@@ -137,8 +136,7 @@ def blamed(text: str, what: str) -> Iterator[None]:
 def make(text: str, part: Callable, base: type[Part], *given: Any, **settings: Any) -> Part:
     """Call a part with these arguments, and return what it makes.
 
-    Raises:
-        ValueError: It does not take the arguments, fails, or makes something other than a `base`.
+    Raises ValueError if it does not take the arguments, fails, or makes something other than a `base`.
     """
     check_arguments(text, part, *given, **settings)
     with blamed(text, "making it"):
@@ -156,24 +154,18 @@ def check_arguments(text: str, part: Callable, *given: Any, **settings: Any) -> 
     try:
         inspect.signature(part).bind(*given, **settings)
     except TypeError as error:
-        raise ValueError(f"{text} cannot be called as {_call(text, given, settings)}: {error}") from None
-
-
-def _call(text: str, given: tuple, settings: Mapping[str, Any]) -> str:
-    words = ["target"] * len(given) + [f"{name}=..." for name in settings]
-    return f"{short(text).partition(':')[2] or text}({', '.join(words)})"
+        words = ", ".join(["target"] * len(given) + [f"{name}=..." for name in settings])
+        call = f"{short(text).partition(':')[2] or text}({words})"
+        raise ValueError(f"{text} cannot be called as {call}: {error}") from None
 
 
 def settings_of(text: str, part: Callable, *skipped: str) -> dict[str, Any]:
     """The settings of a part with their defaults: the arguments that it takes by name, except `skipped`.
 
-    Raises:
-        ValueError: An argument has no default, or one that no settings file can hold.
+    Raises ValueError for an argument without a default, or with one that no settings file can hold.
     """
-    taken = inspect.signature(part).parameters.values()
-    named = [
-        one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.name not in skipped
-    ]
+    taken = [one for one in inspect.signature(part).parameters.values() if one.name not in skipped]
+    named = [one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     for one in named:
         if not isinstance(one.default, PLAIN):
             raise ValueError(f"{text}: its argument {one.name} needs a default that is a number, a text or a list")

@@ -14,7 +14,7 @@ import sys
 
 from specdec.api import ModelSettings
 from specdec.cli.parser import read_flags
-from specdec.drafters.formats import Checkpoint, check, description, verdict, vllm
+from specdec.drafters.formats import check, description, verdict, vllm
 from specdec.drafters.formats.convert import convert, export, start_command
 from specdec.drafters.formats.prompts import PROMPTS
 from specdec.model.names import public_name
@@ -29,39 +29,31 @@ def run(args: argparse.Namespace) -> None:
         found = description.inspect(args.draft)
         print(json.dumps(found) if args.json else description.as_text(found))
     elif name == "check":
-        report = _check(args)
+        report = check.check(
+            read_flags(ModelSettings, args).load_target(),
+            args.draft,
+            read_prompts(args.prompts) if args.prompts else PROMPTS,
+            max_new_tokens=args.max_new_tokens,
+            steps=args.steps,
+            raw=args.raw,
+            allow_nonfinite=args.allow_nonfinite,
+        )
         print(json.dumps(verdict.as_json(report)) if args.json else verdict.as_text(report))
         if report.declared.refused:
             sys.exit(2)
-    elif name == "convert":
-        done = convert(args.draft, args.out, args.to, args.target, args.int8)
-        _warn(done)
-        print(f"{done.layout.title} -> {args.to}: {args.out}")
     else:
-        server = getattr(args, "for")
-        done = export(args.draft, args.out, server, args.target)
-        _warn(done)
+        server = getattr(args, "for", "")
+        if name == "convert":
+            done = convert(args.draft, args.out, args.to, args.target, args.int8)
+        else:
+            done = export(args.draft, args.out, server, args.target)
+        for doubt in done.doubts:
+            print(f"warning: {done.path}: {doubt}", file=sys.stderr)
+        if name == "convert":
+            print(f"{done.layout.title} -> {args.to}: {args.out}")
+            return
         print(f"for {server}: {args.out}")
         if start := start_command(server, done, args.out, public_name(args.target or "TARGET")):
             print(f"try it: {start}")
         for note in vllm.notes(read_json(args.out / "config.json")):
             print(f"note: {note}")
-
-
-def _check(args: argparse.Namespace) -> check.Report:
-    models = read_flags(ModelSettings, args)
-    prompts = read_prompts(args.prompts) if args.prompts else PROMPTS
-    return check.check(
-        models.load_target(),
-        args.draft,
-        prompts,
-        max_new_tokens=args.max_new_tokens,
-        steps=args.steps,
-        raw=args.raw,
-        allow_nonfinite=args.allow_nonfinite,
-    )
-
-
-def _warn(checkpoint: Checkpoint) -> None:
-    for doubt in checkpoint.doubts:
-        print(f"warning: {checkpoint.path}: {doubt}", file=sys.stderr)

@@ -136,10 +136,7 @@ def keep(path: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` make a file or folder in a temporary folder, then move it to `path` when it is whole.
 
     Several processes may make the same `path` at once, since they all make the same content. What a killed process left
-    is removed a day later.
-
-    Raises:
-        ValueError: The disk does not take it. Nothing else is left.
+    is removed a day later. Raises ValueError if the disk does not take it; nothing else is left.
     """
     for leftover in path.parent.glob(f"{path.name}.*.partial"):
         with suppress(OSError):  # another process was faster
@@ -249,14 +246,9 @@ def _one_sentence(path: Path, cannot: str = "cannot write") -> Iterator[None]:
     """Turn what the system refuses into a ValueError that names the path and the reason."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{cannot} {path}: {_reason(error)}") from None
-    except RuntimeError as error:
-        cause = error.__cause__ or error.__context__
-        if not isinstance(cause, OSError):
+    except (OSError, SafetensorError, RuntimeError) as error:
+        # torch's zip writer hides the reason in an error of its own.
+        cause = error.__cause__ or error.__context__ if isinstance(error, RuntimeError) else error
+        if not isinstance(cause, OSError | SafetensorError):
             raise
-        raise ValueError(f"{cannot} {path}: {_reason(cause)}") from None  # torch's zip writer hides it in its own
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ValueError(f"{cannot} {path}: {getattr(cause, 'strerror', None) or str(cause).splitlines()[0]}") from None

@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -14,13 +14,14 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
 
 import httpx2
+import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.engine.engine import Engine
 from specdec.model.target import Target
 from specdec.serve.app import make_app, running
 from specdec.serve.scheduler import Scheduler
-from specdec.serve.service import Limits, Service
+from specdec.serve.service import Service
 from specdec.structs import Sampling
 from specdec.text import StopStrings, decode_row, encode_chat
 from specdec.trees import DynamicTree
@@ -106,14 +107,9 @@ class Server:
         return counted
 
 
-def serve(pair, use: Callable[[Server], Awaitable], *, key=None, limits=None, **how) -> None:
+def serve(pair, use: Callable[[Server], Awaitable], **how) -> None:
     """Let `use` talk to a server of this target and drafter."""
-
-    async def run() -> None:
-        async with server_of(pair, key, limits, **how) as server:
-            await use(server)
-
-    asyncio.run(run())
+    asyncio.run(served_to(pair, use, **how))
 
 
 def served(**how) -> Callable[[Callable[..., Awaitable]], Callable]:
@@ -132,19 +128,30 @@ def served(**how) -> Callable[[Callable[..., Awaitable]], Callable]:
     return decorate
 
 
-@asynccontextmanager
-async def server_of(pair, key, limits, reporting=None, adaptive=None, prefixes=0, callers=(), **how):
+async def served_to(pair, use, *, key=None, reporting=None, adaptive=None, prefixes=0, callers=(), **how) -> None:
     target, drafter = pair
     engine = Engine(target, drafter, DynamicTree(3, 3, 9), adaptive=adaptive, prefixes=prefixes)
     scheduler = Scheduler(engine, model="tiny", **({"rows": 4, "room": 100} | how))
-    service = Service(target, scheduler, "tiny", limits or Limits(), **reporting or {})
+    service = Service(target, scheduler, "tiny", **reporting or {})
     app = make_app(service, key, *callers)
     headers = {"authorization": f"Bearer {key}".encode()} if key else {}
     client = httpx2.AsyncClient(
         transport=httpx2.ASGITransport(app), base_url="http://test", headers=headers, timeout=60
     )
     async with running(scheduler), client:
-        yield Server(app, service, client)
-    assert not scheduler.thread.is_alive()
-    assert not scheduler.running
-    assert not scheduler.queue
+        await use(Server(app, service, client))
+    assert [scheduler.thread.is_alive(), *scheduler.running, *scheduler.queue] == [False]
+
+
+@asynccontextmanager
+async def listening(app, **how) -> AsyncIterator[int]:
+    """The port at which uvicorn serves an application meanwhile."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", **how))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task

@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.serve.jobs import Delta
 from specdec.serve.replies import Choice
-from specdec.serve.service import Limits
 
 
 @served()
@@ -229,41 +228,16 @@ async def call(app, messages: asyncio.Queue, gone: asyncio.Event) -> None:
     await app(scope | {"asgi": {"version": "3.0", "spec_version": "2.4"}}, messages.get, send)
 
 
+# What a value of a wrong type gets is in test_hostile.py.
 WRONG = [
     (CHAT, {}, "messages", "messages is missing"),
     (CHAT, {"messages": []}, "messages", "messages is empty"),
-    (CHAT, {"messages": "hi"}, "messages", "must be a valid list"),
-    (
-        CHAT,
-        {"messages": [{"role": "king", "content": "x"}]},
-        "messages[0].role",
-        r"messages\[0\].role must be 'system', 'dev",
-    ),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0].type",
-        "parts of type 'text'",
-    ),
     (CHAT, {"messages": HELLO, "max_completion_tokens": 1000}, "max_completion_tokens", "but a text may have 100 here"),
     (CHAT, {"messages": HELLO, "max_tokens": 1000}, "max_tokens", "but a text may have 100 here"),
     (CHAT, {"messages": HELLO * 20}, "messages", "but a text may have 100 here"),
     (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs", "needs logprobs to be true"),
-    (
-        CHAT,
-        {"messages": HELLO, "logprobs": True, "top_logprobs": 21},
-        "top_logprobs",
-        "less than or equal to 20, got 21",
-    ),
-    (
-        CHAT,
-        {"messages": HELLO, "response_format": {"type": "grammar"}},
-        "response_format.type",
-        "must be 'text', 'json",
-    ),
-    (TEXT, {"prompt": 3}, "prompt", "prompt must be a text"),
+    (CHAT, {"messages": [{"role": "user", "\ud800": 1}]}, "messages[0].\ufffd\ufffd\ufffd", "which is not built"),
     (TEXT, {"prompt": ""}, "prompt", "the prompt is empty"),
-    (TEXT, {"prompt": [[]]}, "prompt", "prompt must be a text"),
     (TEXT, {"prompt": [10**9]}, "prompt", "the prompt holds token 1000000000"),
     (TEXT, {"prompt": [-1]}, "prompt", "the prompt holds token"),
     (TEXT, {"prompt": [1] * 100}, "prompt", "but a text may have 100 here"),
@@ -274,39 +248,19 @@ WRONG = [
     (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop[1]", "at least one character"),
     (TEXT, {"prompt": "x", "stop": ["a"] * 17}, "stop", "16 strings at most"),
     (TEXT, {"prompt": "x", "logprobs": 21}, "logprobs", "less than or equal to 20, got 21"),
-    (TEXT, {"prompt": "x", "echo": True}, "echo", "is not built"),
     (TEXT, {"prompt": "x", "min_tokens": 4}, "min_tokens", "is not built"),
     (TEXT, {"prompt": "x", "temprature": 1}, "temprature", "there is no parameter 'temprature'"),
     (TEXT, {"prompt": "x", "\ud800": 1}, "\ufffd" * 3, "there is no parameter"),
-    (CHAT, {"messages": [{"role": "user", "\ud800": 1}]}, "messages[0].\ufffd\ufffd\ufffd", "which is not built"),
-    (
-        TEXT,
-        {"prompt": "x", "stream": True, "stream_options": {"usage": True}},
-        "stream_options.usage",
-        "has no 'usage'",
-    ),
     (TEXT, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
     ("/tokenize", {"text": "x"}, "prompt", "give a text as prompt"),
-    ("/tokenize", {"prompt": 3}, "prompt", "prompt must be a text, got 3"),
-    (
-        "/tokenize",
-        {"prompt": "x", "add_special_tokens": "no"},
-        "add_special_tokens",
-        "must be a valid boolean, got 'no'",
-    ),
-    ("/tokenize", {"prompt": "x", "model": 3}, "model", "model must be a valid string, got 3"),
     ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt", "but not both"),
     ("/tokenize", {"prompt": "x", "return_token_strs": True}, "return_token_strs", "is not built"),
-    ("/tokenize", {"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a text"),
     ("/detokenize", {}, "tokens", "tokens is missing"),
-    ("/detokenize", {"tokens": ["x"]}, "tokens", "a list of ids from 0"),
-    ("/detokenize", {"tokens": [1.0]}, "tokens", "a list of ids from 0"),
-    ("/detokenize", {"tokens": [True]}, "tokens", "a list of ids from 0"),
     ("/detokenize", {"tokens": [10**9]}, "tokens", "a list of ids from 0"),
 ]
 
 
-@served(limits=Limits(body_bytes=4000), queue=1)
+@served(reporting={"body_bytes": 4000}, queue=1)
 async def test_errors_have_openais_form(server):
     refused = server.refused
     for path, body, param, message in WRONG:

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-import uvicorn
 from browser import browser, needs_chromium
-from clients import CHAT, HELLO, TEXT, content, served, solo
+from clients import CHAT, HELLO, TEXT, content, listening, served, solo
 
 from specdec.engine.engine import Engine
 from specdec.serve.app import make_app
@@ -104,16 +103,8 @@ def in_browser(pair, folder: Path, use, key: str | None = None) -> None:
             assert tab.errors == []
 
     async def run() -> None:
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
-        task = asyncio.create_task(server.serve())
-        while not server.started:
-            await asyncio.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        try:
+        async with listening(app) as port:
             await asyncio.to_thread(look, f"http://127.0.0.1:{port}/")
-        finally:
-            server.should_exit = True
-            await task
 
     asyncio.run(run())
 

@@ -37,35 +37,23 @@ def refused(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "tree"),
+    ("words", "tree", "policy", "policy_of_ngrams"),
     [
-        ("", "1/3/4"),
-        ("--children likeliest", "1/3/4"),
-        ("--device cuda", "4/5/16"),
-        ("--adaptive survival:told", "4/5/16"),
-        ("--adaptive table", "1/3/4"),
-        ("--steps 4", "4/4/16"),
-        ("--topk 1 --steps 2", "1/2/3"),
-        ("--tree static", "static"),
+        ("", "1/3/4", "ema", None),
+        ("--children likeliest", "1/3/4", "ema", None),
+        ("--compile", "1/3/4", "ema", None),
+        ("--device cuda", "4/5/16", None, None),
+        ("--adaptive survival:told", "4/5/16", "survival:told", "survival:told"),
+        ("--adaptive table", "1/3/4", "table", "table"),
+        ("--steps 4", "4/4/16", None, None),
+        ("--topk 1 --steps 2", "1/2/3", None, None),
+        ("--tree static", "static", None, None),
     ],
 )
-def test_a_chain_is_drafted_where_no_tree_is_asked_for_on_a_cpu(words, tree):
-    assert str(tree_of(parse("serve", words.split()))) == tree
-
-
-@pytest.mark.parametrize(
-    ("words", "policy", "policy_of_ngrams"),
-    [
-        ("", "ema", None),
-        ("--compile", "ema", None),
-        ("--topk 1 --steps 2", None, None),
-        ("--device cuda", None, None),
-        ("--adaptive table", "table", "table"),
-    ],
-)
-def test_a_cpu_drafts_as_deep_as_pays_where_nothing_is_asked_for(words, policy, policy_of_ngrams):
-    """N-grams cost nothing where they propose nothing."""
+def test_what_a_cpu_drafts_where_nothing_is_asked_for(words, tree, policy, policy_of_ngrams):
+    """A chain, as deep as pays. N-grams cost nothing where they propose nothing."""
     args, target = parse("serve", words.split()), tiny_target()
+    assert str(tree_of(args)) == tree
     assert policy_of(args, tiny_drafter(target)) == policy
     assert policy_of(args, DRAFTERS["suffix"](target)) == policy_of_ngrams
 
@@ -130,13 +118,16 @@ def test_ctrl_c_need_not_wait_for_what_is_made_apart():
     ended.set()
 
 
-def test_a_port_that_is_in_use():
+def test_addresses():
     with listen("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
         assert f"cannot listen at 127.0.0.1 port {port}: Address already in use" in refused("--port", str(port))
     with listen("127.0.0.1", port) as again:
         assert again.getsockname()[1] == port
+    if socket.has_ipv6:
+        with listen("::1", 0) as bound:
+            assert bound.family == socket.AF_INET6
 
 
 def test_what_cannot_be_served_is_said_before_models_are_loaded(monkeypatch):
@@ -150,17 +141,9 @@ def test_what_cannot_be_served_is_said_before_models_are_loaded(monkeypatch):
 
 
 def test_the_name_of_the_model(target_path):
-    args = parse("serve", ["--target", str(target_path), "--no-draft"])
-    assert serve_command.name_of(args) == target_path.name
-    assert serve_command.name_of(parse("serve", ["--target", "org/name", "--no-draft"])) == "org/name"
+    for words, name in ((["--target", str(target_path)], target_path.name), (["--target", "org/name"], "org/name")):
+        assert serve_command.name_of(parse("serve", [*words, "--no-draft"])) == name
     assert serve_command.name_of(parse("serve", [])) == "demo"
-
-
-def test_the_listener_is_of_the_family_of_its_address():
-    if not socket.has_ipv6:
-        pytest.skip("no IPv6 here")
-    with listen("::1", 0) as bound:
-        assert bound.family == socket.AF_INET6
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
@@ -187,8 +170,5 @@ def test_what_is_made_apart_leaves_no_workers_behind():
     while tasks() & (within - before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not tasks() & (within - before)
-
-
-def test_what_cannot_be_made_apart_says_so_here():
     with pytest.raises(ValueError, match="could not convert"):
         apart(float, "x")

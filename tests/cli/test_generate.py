@@ -19,8 +19,6 @@ from specdec import registry
 from specdec.api import make_tree
 from specdec.cli import session, summary
 from specdec.machine import machine
-from specdec.model.loader import load_target
-from specdec.text import TextStream
 
 
 @pytest.fixture
@@ -120,18 +118,13 @@ def test_what_is_advised_where_a_drafter_does_not_pay(steps, acceptance, said):
     assert summary._faster(session) == f"{said}specdec tune finds the fastest setting"
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "日本語 ünïcode 🎉",
-        "tabs\tand\nnewlines",
-        "<|end|><|user|>",
-        "\x00\x07",
-        "\udcff\udc80",
-        "half a pair \ud83d",
-        "'\"\\$`%s{}",
-    ],
-)
+ODD = (
+    "日本語 ünïcode 🎉", "tabs\tand\nnewlines", "<|end|><|user|>", "\x00\x07", "\udcff\udc80", "half a pair \ud83d",
+    "'\"\\$`%s{}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", ODD)
 def test_any_characters(run, prompt):
     code, out, err = run("--prompt", prompt, "--max-new-tokens", 4, "--json")
     assert code == 0, err
@@ -144,15 +137,6 @@ def test_streamed_text_is_the_final_text(run, seed):
     code, out, _ = run("--prompt", "日本語 Café", "--max-new-tokens", 60, "--temperature", 1, "--seed", seed, "--json")
     assert code == 0
     assert "\n".join(out.rstrip("\n").split("\n")[:-1]) == last_json(out)["text"]
-
-
-def test_stream_gives_whole_characters_only(target_path):
-    tokenizer = load_target(target_path).tokenizer
-    text = "Café 日本語 🎉 end"
-    stream = TextStream(tokenizer)
-    pieces = [stream.feed([token]) for token in tokenizer(text)["input_ids"]]
-    assert "".join(pieces) + stream.end() == text
-    assert "\ufffd" not in "".join(pieces)
 
 
 def test_one_token_has_no_speed(run):
@@ -186,21 +170,17 @@ def test_every_tree_of_conf_by_its_name(run, tree):
 
 def test_prompt_files_and_batches_agree(run, tmp_path):
     prompts = ["The quick brown", "What is 12?", "日本語", "It is"]
-    text, rows = tmp_path / "p.txt", tmp_path / "p.jsonl"
+    rows = [
+        {"prompt": prompts[0]}, {"turns": [prompts[1], "x"]},
+        {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": prompts[2]}]},
+        {"conversations": [{"from": "human", "value": prompts[3]}, {"from": "gpt", "value": "x"}]},
+    ]  # fmt: skip
+    text, lines = tmp_path / "p.txt", tmp_path / "p.jsonl"
     text.write_text("\n".join(prompts), encoding="utf-8")
-    rows.write_text(
-        "\n".join(
-            [
-                json.dumps({"prompt": prompts[0]}),
-                json.dumps({"turns": [*prompts[1:2], "x"]}),
-                json.dumps({"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": prompts[2]}]}),
-                json.dumps({"conversations": [{"from": "human", "value": prompts[3]}, {"from": "gpt", "value": "x"}]}),
-            ]
-        )
-    )
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     results = [
         last_json(run("--prompts", file, "--max-new-tokens", 12, "--batch-size", size, "--json")[1])["token_ids"]
-        for file, size in ((text, 1), (text, 2), (rows, 1), (rows, 3))
+        for file, size in ((text, 1), (text, 2), (lines, 1), (lines, 3))
     ]
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 4
@@ -294,37 +274,26 @@ def test_context_ends_the_text(run):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "  \n"], "the prompt is empty"),
         (["--prompt", "fox " * 400], "tokens, the target's context holds 128"),
         (["--prompt", "x", "--topk", "2", "--steps", "2", "--num-draft-tokens", "9"], "a tree holds 2 to 7 tokens"),
         (["--prompt", "x", "--topk", "1", "--num-draft-tokens", "9"], "a chain of steps + 1 = 6 tokens"),
         (["--prompt", "x", "--topk", "500"], "but the draft vocabulary has"),
-        (["--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["--prompt", "x", "--prompts", "y"], "exactly one of"),
-        ([], "exactly one of"),
-        (["--prompt", "x", "--no-draft"], "--draft contradicts --no-draft"),
         (["--prompt", "x", "--compile", "--no-graphs"], "--no-graphs contradicts --compile"),
         (["--prompt", "x", "--top-k", "5"], "need a temperature above 0"),
-        (["--prompt", "x", "--dtype", "int3"], "dtype must be"),
-        (["--prompt", "x", "--device", "nonsense"], "device 'nonsense' cannot be used"),
-        (["--prompt", "x", "--tree", "t.yaml", "--topk", "2"], "--topk contradicts --tree"),
         (["--prompt", "x", "--tree", "/no/such"], "no such tree file"),
-        (["--prompts", "/no/such"], "no such prompt file"),
         (["--chat", "--json"], "--json contradicts --chat"),
         (["--prompt", "x", "--json-schema", "/no/such"], "no such JSON schema file"),
         (["--prompt", "x", "--stop", ""], "a stop string needs at least one character"),
         (["--prompt", "x", "--logprobs"], "--logprobs needs --json"),
         (["--prompt", "x", "--limit", "2"], "--limit needs --prompts"),
-        (["--prompt", "x", "--tempertaure", "1"], "there is no flag --tempertaure; there is --temperature"),
         (["--prompt", "x", "--qqq"], "there is no flag --qqq; specdec generate --help lists all"),
         (["--prompt", "What", "is", "12?"], "is belongs to no flag: a text with spaces needs quotes around it"),
         (["--prompt", "x", "--tree", "oak"], f"no tree 'oak': choose one of {', '.join(registry.names('tree'))}, or "),
         (["--prompt", "x", "--draft", "ngram", "--draft-dtype", "bf16"], "dtype are for drafters that learn"),
         (["--prompt", "x", "--token-map", "nowhere.json"], "no such token map: nowhere.json"),
         (["--prompt", "x", "--feedback", "pre"], "its own config says what it feeds back"),
-        (["--prompt", "x", "--target", "./nowhere"], "no such checkpoint folder"),
-        (["--prompt", "x", "--draft", "./nowhere"], "no such checkpoint folder"),
         (["--prompt", "x", "--draft", "mtp"], "no such checkpoint folder: mtp; the bundled one is demo/mtp"),
     ],
 )
@@ -339,11 +308,6 @@ def test_prompts_are_checked_before_the_first_is_answered(run, tmp_path):
     assert "the target's context holds 128, new ones included (prompt 2 of 2)" in err
 
 
-def truncate(folder):
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
 def absolute_ids(folder):
     d2t = load_file(folder / "model.safetensors")["d2t"]
     edit_tensors(folder, d2t=d2t + torch.arange(len(d2t)) // 2)
@@ -351,10 +315,8 @@ def absolute_ids(folder):
 
 # What a checkpoint does not say for itself, and what does not fit its target; tests/formats has the rest.
 BROKEN = {
-    "truncated": ("target", truncate, "damaged or not safetensors"),
     "no weights": ("target", lambda f: (f / "model.safetensors").unlink(), "it has no safetensors"),
     "no config": ("target", lambda f: (f / "config.json").unlink(), "it has no config.json"),
-    "bad config": ("target", lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
     "missing": ("target", lambda f: edit_tensors(f, "model.norm.weight"), "lacks the tensor model.norm.weight"),
     "extra": ("target", lambda f: edit_tensors(f, extra=torch.ones(1)), "holds the tensor extra"),
     "shape": ("target", lambda f: edit_config(f, intermediate_size=88), "config.json gives 88 for intermediate_size"),

@@ -30,7 +30,6 @@ def in_round(monkeypatch, which: int, act) -> None:
         real_call(self, report)
 
     monkeypatch.setattr(session.Screen, "__call__", call)
-    monkeypatch.setattr(generate.Screen, "__call__", call)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -4,16 +4,119 @@ allocated."""
 import random
 import threading
 import time
+from collections.abc import Callable
+from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
 
 import pytest
-from helpers import tiny_target
-from serving import Heard, alone, at_first, gives_up, mixed, serving, tiny_engine
+from helpers import MIXED, tiny_drafter, tiny_target
 from tape import Tape
 
 from specdec.engine.adaptive import Fixed
+from specdec.engine.engine import Engine
+from specdec.serve.jobs import Delta, Job
 from specdec.serve.refusal import Refusal
+from specdec.serve.scheduler import Scheduler
+from specdec.trees import DynamicTree
+
+EOS = frozenset({4})
+
+
+class Heard:
+    """A job and all its deltas."""
+
+    def __init__(self, **asked):
+        self.deltas: list[Delta] = []
+        self.over = threading.Event()
+        self.at_end: Callable[[Heard], object] = lambda heard: None
+        self.job = Job(tell=self.tell, eos=asked.pop("eos", EOS), **asked)
+
+    def tell(self, delta: Delta) -> None:
+        self.deltas.append(delta)
+        if delta.finish is not None:
+            self.at_end(self)
+            self.over.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+    @property
+    def finish(self) -> str:
+        """Its finish reason, which only the last delta has."""
+        assert [delta.finish is not None for delta in self.deltas] == [False] * (len(self.deltas) - 1) + [True]
+        return self.deltas[-1].finish
+
+    def wait(self) -> "Heard":
+        assert self.over.wait(300), "its end was never reported"
+        return self
+
+
+def at_first(heard: Heard, do: Callable[[], object]) -> None:
+    """Do something when a job gets its first token, before the next step."""
+
+    def tell(delta: Delta) -> None:
+        first = not heard.deltas
+        heard.tell(delta)
+        if first:
+            do()
+
+    heard.job.tell = tell
+
+
+def gives_up(number: int) -> bool:
+    """Whether a job's client goes away at its first token. None of these has ended by then."""
+    return number % 12 == 7
+
+
+def mixed(number: int) -> Heard:
+    """The number-th of many jobs that differ in everything."""
+    draw = random.Random(number)
+    return Heard(
+        prompt=[draw.randrange(1, 17) for _ in range(draw.randrange(1, 14))],
+        max_new_tokens=15 if gives_up(number) else draw.randrange(1, 16),
+        sampling=MIXED[number % len(MIXED)],
+        seed=(number, draw.randrange(3)),
+        eos=frozenset() if number % 3 else EOS,
+        logprobs=number % 4 == 0,
+    )
+
+
+def alone(target, job: Job) -> tuple[list[int], str]:
+    """Tokens and end of a job that is decoded by itself, plainly."""
+    how = {"sampling": job.sampling, "seed": [job.seed], "eos": job.eos, "max_new_tokens": job.max_new_tokens}
+    row = Engine(target).generate([job.prompt], **how).rows[0]
+    return row.tokens, row.finish
+
+
+def tiny_engine(drafted: bool = True, **how) -> Engine:
+    target = tiny_target()
+    return Engine(target, *([tiny_drafter(target), DynamicTree(3, 3, 9)] if drafted else []), **how)
+
+
+def decode(scheduler: Scheduler, *jobs: Heard) -> None:
+    """Submit jobs one by one, and wait until they have ended."""
+    for heard in jobs:
+        scheduler.submit([heard.job])
+    if scheduler.thread.ident is None:
+        scheduler.start()
+    for heard in jobs:
+        heard.wait()
+
+
+@contextmanager
+def serving(engine: Engine, started: bool = True, **how):
+    """A scheduler that runs; afterwards its thread has ended."""
+    scheduler = Scheduler(engine, **({"rows": 4, "room": 40} | how))
+    if started:
+        scheduler.start()
+    try:
+        yield scheduler
+    finally:
+        scheduler.close()
+        scheduler.join(300)
+        assert not scheduler.thread.is_alive()
 
 
 def idle(scheduler) -> bool:
@@ -112,11 +215,7 @@ def test_first_come_first_served_within_the_budget_of_a_prefill():
     lengths = [5, 5, 9, 3, 30, 2, 2, 2, 2, 2, 2, 2]
     jobs = [Heard(prompt=[1 + i] * n, max_new_tokens=6, eos=frozenset()) for i, n in enumerate(lengths)]
     with serving(engine, started=False, prefill_chunk=20) as scheduler:
-        for job in jobs:
-            scheduler.submit([job.job])
-        scheduler.start()
-        for job in jobs:
-            job.wait()
+        decode(scheduler, *jobs)
     groups = [prompts for prefill, prompts in steps if prefill and prompts]
     assert sum(prefill and not prompts for prefill, prompts in steps) == 1  # of 30 tokens the first 20
     assert [prompt for group in groups for prompt in group] == [job.job.prompt for job in jobs]
@@ -169,9 +268,7 @@ def test_a_policy_gets_the_time_of_rounds_but_not_prefills_and_not_waiting():
         for wait in (0.0, 1.5):
             time.sleep(wait)
             start = time.perf_counter()
-            job = Heard(prompt=[1, 2, 3], max_new_tokens=8, eos=frozenset())
-            scheduler.submit([job.job])
-            job.wait()
+            decode(scheduler, Heard(prompt=[1, 2, 3], max_new_tokens=8, eos=frozenset()))
             busy += time.perf_counter() - start
     assert len(seconds) == rounds > 2
     assert 0 < sum(seconds) < busy + 0.5
@@ -181,9 +278,7 @@ def test_a_policy_gets_the_time_of_rounds_but_not_prefills_and_not_waiting():
 def test_an_idle_engine_keeps_nothing_of_those_that_have_ended(how, caplog):
     """Rows are dropped, and what plain rounds have left to the drafter, without another job that makes them go."""
     with serving(tiny_engine(**how)) as scheduler:
-        job = Heard(prompt=[1, 2, 3], max_new_tokens=8, eos=frozenset())
-        scheduler.submit([job.job])
-        job.wait()
+        decode(scheduler, Heard(prompt=[1, 2, 3], max_new_tokens=8, eos=frozenset()))
         batch = scheduler.engine.loop.batch
         for _ in range(3000):
             if scheduler.rests:
@@ -206,8 +301,7 @@ def test_a_full_queue_takes_all_jobs_of_a_request_or_none():
         scheduler.start()
         for job in jobs[:3]:
             job.wait()
-        scheduler.submit([jobs[4].job])
-        jobs[4].wait()
+        decode(scheduler, jobs[4])
         assert jobs[3].deltas == []
 
 
@@ -272,11 +366,7 @@ def test_a_step_that_fails_costs_those_that_run_and_nobody_else():
     engine.step = failing
     with serving(engine, started=False, rows=2) as scheduler:
         jobs = [Heard(prompt=[n, 3], max_new_tokens=12, eos=frozenset()) for n in range(1, 5)]
-        for job in jobs:
-            scheduler.submit([job.job])
-        scheduler.start()
-        for job in jobs:
-            job.wait()
+        decode(scheduler, *jobs)
         assert [job.finish for job in jobs] == ["error", "error", "length", "length"]
         assert jobs[0].deltas[-1].error == "decoding has failed: no memory"
         for job in jobs[2:]:

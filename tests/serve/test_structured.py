@@ -23,8 +23,8 @@ CHOICE = {
 }  # fmt: skip
 
 
-def schema(of, **more) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "it", "schema": of, "strict": True} | more}
+def schema(of) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": of, "strict": True}}
 
 
 @served()
@@ -62,13 +62,9 @@ WRONG = [
     ({FORM: schema({"properties": {"a": {"frob": 1}}})}, SCHEMA, "'frob'"),
     ({FORM: schema({"const": "x" * 40000})}, SCHEMA, "may have"),
     ({FORM: {"type": "json_schema"}}, FORM, "with a schema"),
-    ({FORM: schema({}, frob=1)}, f"{FORM}.json_schema.frob", "response_format.json_schema has no 'frob'"),
-    ({FORM: {"type": "xml"}}, f"{FORM}.type", "response_format.type must be 'text'"),
     ({FORM: {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "contradicts response_format"),
     ({OUTPUTS: {"regex": "["}}, f"{OUTPUTS}.regex", "not taken"),
-    ({OUTPUTS: {"regex": 3}}, f"{OUTPUTS}.regex", "structured_outputs.regex must be a valid string, got 3"),
     ({OUTPUTS: {}}, OUTPUTS, "one of"),
-    ({OUTPUTS: {"grammar": "x"}}, f"{OUTPUTS}.grammar", "has no 'grammar'"),
     ({OUTPUTS: {"json": {}}, FORM: {"type": "json_object"}}, OUTPUTS, "contradicts response_format"),
 ]
 

@@ -10,6 +10,7 @@ import specdec
 from specdec.engine.engine import Engine
 from specdec.text import encode_prompt
 
+DEMO = specdec.DEMO_TARGET.parent
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "tour.ipynb"
 PROMPTS = [
     "What are some good ways to learn a new language?",
@@ -24,52 +25,27 @@ PROMPTS = [
 
 
 @pytest.fixture(scope="module")
-def pair():
-    target = specdec.load_target(specdec.DEMO_TARGET)
-    return target, specdec.load_drafter(specdec.DEMO_DRAFTER, target)
+def target():
+    return specdec.load_target(specdec.DEMO_TARGET)
 
 
 @pytest.fixture(scope="module")
-def plain(pair):
-    target, _ = pair
+def plain(target):
     ids = [encode_prompt(target, p) for p in PROMPTS]
     return [Engine(target).generate([i], max_new_tokens=64).rows[0].tokens for i in ids]
 
 
 def test_it_may_be_shipped():
-    folder = specdec.DEMO_TARGET.parent
-    assert sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) <= 50 * 2**20
-    assert (folder / "README.md").is_file()
+    assert sum(p.stat().st_size for p in DEMO.rglob("*") if p.is_file()) <= 50 * 2**20
+    assert (DEMO / "README.md").is_file()
 
 
-@pytest.mark.parametrize("shape", [(4, 5, 16), (10, 8, 60), (1, 5, 6)], ids=str)
-@pytest.mark.parametrize("batch", [1, 4])
-def test_greedy_text_is_the_targets(pair, plain, shape, batch):
-    target, drafter = pair
-    tree = specdec.make_tree(*shape)
-    got = []
-    for start in range(0, len(PROMPTS), batch):
-        out = specdec.generate(target, PROMPTS[start : start + batch], drafter, tree=tree, max_new_tokens=64)
-        got += [row.tokens for row in out.rows]
-    assert got == plain
+PAIRED = ("demo/eagle3", {}), ("demo/eagle2", {}), ("demo/mtp", {}), ("demo/dspark", {}), ("ngram", {})
 
 
-DEMO = specdec.DEMO_TARGET.parent
-OTHERS = {
-    "eagle3": {"draft": DEMO / "eagle3"},
-    "eagle2": {"draft": DEMO / "eagle2"},
-    "eagle2 with the FR-Spec map": {"draft": DEMO / "eagle2", "token_map": DEMO / "frspec_4096.json"},
-    "mtp": {"draft": DEMO / "mtp"},
-    "dspark": {"draft": DEMO / "dspark"},
-    "ngram": {"draft": "ngram"},
-}
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_every_bundled_drafter_is_lossless_and_of_use(pair, plain, name):
-    target, _ = pair
-    settings = dict(OTHERS[name])
-    drafter = specdec.load_drafter(settings.pop("draft"), target, **settings)
+@pytest.mark.parametrize(("draft", "how"), [*PAIRED, ("demo/eagle2", {"token_map": DEMO / "frspec_4096.json"})])
+def test_every_bundled_drafter_is_lossless_and_of_use(target, plain, draft, how):
+    drafter = specdec.load_drafter(draft, target, **how)
     out = [specdec.generate(target, p, drafter, max_new_tokens=64) for p in PROMPTS]
     assert [o.rows[0].tokens for o in out] == plain
     assert sum(o.num_tokens - 1 for o in out) / sum(o.rounds for o in out) > 1.3
@@ -78,11 +54,8 @@ def test_every_bundled_drafter_is_lossless_and_of_use(pair, plain, name):
 def test_the_cells_of_the_tour_run(monkeypatch, capsys):
     """In order, and they are few."""
     monkeypatch.setenv("MPLBACKEND", "agg")
-    cells = [
-        "".join(cell["source"])
-        for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-        if cell["cell_type"] == "code"
-    ]
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    cells = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert sum(bool(line.strip()) for cell in cells for line in cell.splitlines()) <= 25
     there: dict = {}
     for cell in cells:

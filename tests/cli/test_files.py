@@ -9,17 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.cli.files import (
-    DAY,
-    check_makeable,
-    keep,
-    output_folder,
-    partial_path,
-    put_in_place,
-    replace_folder,
-    write_text,
-    write_whole,
-)
+from specdec.cli import files
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,7 +31,7 @@ def filler(text: str):
 
 
 def replace(folder: Path, text: str) -> None:
-    replace_folder(folder, filler(text), ("a",), "a thing")
+    files.replace_folder(folder, filler(text), ("a",), "a thing")
 
 
 def names(folder: Path) -> list[str]:
@@ -52,22 +42,22 @@ def test_a_file_appears_when_it_is_whole(tmp_path):
     def look(staging: Path) -> None:
         assert names(tmp_path) == []
         staging.write_text("x")
-        assert staging == partial_path(tmp_path / "a")
+        assert staging == files.partial_path(tmp_path / "a")
 
-    write_whole(tmp_path / "a", look)
-    write_text(tmp_path / "b", "ü")
-    partial_path(tmp_path / "c").write_text("z")
-    put_in_place(tmp_path / "c")
+    files.write_whole(tmp_path / "a", look)
+    files.write_text(tmp_path / "b", "ü")
+    files.partial_path(tmp_path / "c").write_text("z")
+    files.put_in_place(tmp_path / "c")
     assert [(tmp_path / name).read_bytes() for name in names(tmp_path)] == [b"x", "ü".encode(), b"z"]
 
 
 @pytest.mark.parametrize("what", ["fill", "fsync", "replace"])
 def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path, monkeypatch, what):
-    write_text(tmp_path / "a", "old")
+    files.write_text(tmp_path / "a", "old")
     if what != "fill":
         monkeypatch.setattr(os, what, full)
     with pytest.raises(ValueError, match=r"^cannot write .*/a: No space left on device$"):
-        write_whole(tmp_path / "a", lambda staging: full() if what == "fill" else staging.write_text("new"))
+        files.write_whole(tmp_path / "a", lambda staging: full() if what == "fill" else staging.write_text("new"))
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a").read_text() == "old"
 
@@ -79,7 +69,7 @@ def test_what_is_not_the_disks_fault_is_reported_as_it_is_and_leaves_nothing(tmp
         raise error
 
     with pytest.raises(type(error)):
-        write_whole(tmp_path / "a", fill)
+        files.write_whole(tmp_path / "a", fill)
     assert names(tmp_path) == []
 
 
@@ -91,7 +81,7 @@ def test_torchs_writer_names_the_systems_reason(tmp_path):
             return full()
 
     with pytest.raises(ValueError, match="No space left on device"):
-        write_whole(tmp_path / "a", lambda staging: torch.save({"x": torch.zeros(300_000)}, Full()))
+        files.write_whole(tmp_path / "a", lambda staging: torch.save({"x": torch.zeros(300_000)}, Full()))
 
 
 def test_a_folder_is_replaced_whole(tmp_path):
@@ -116,20 +106,21 @@ def test_what_a_killed_write_left_goes_before_the_next_one(tmp_path, monkeypatch
         if what == "first rename":
             patch.setattr(Path, "rename", killed)
         with pytest.raises(Killed):
-            replace_folder(folder, killed if what == "fill" else filler("new"), ("a",), "a thing")
+            files.replace_folder(folder, killed if what == "fill" else filler("new"), ("a",), "a thing")
     assert names(tmp_path) == ["thing", "thing.partial"]
-    check_makeable(folder)
+    files.check_makeable(folder)
     assert names(tmp_path) == ["thing"]
     assert (folder / "a").read_text() == "old"
-    check_makeable(tmp_path / "not" / "there")
+    files.check_makeable(tmp_path / "not" / "there")
     assert names(tmp_path) == ["thing"]
 
 
 def test_what_a_killed_process_kept_half_is_removed_a_day_later(tmp_path):
-    for name, age in (("lib.so.abc.partial", 2 * DAY), ("lib.so.def.partial", 0), ("other.so.abc.partial", 2 * DAY)):
+    old = 2 * files.DAY
+    for name, age in (("lib.so.abc.partial", old), ("lib.so.def.partial", 0), ("other.so.abc.partial", old)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, times=(time.time() - age,) * 2)
-    keep(tmp_path / "lib.so", lambda made: made.write_text("x"))
+    files.keep(tmp_path / "lib.so", lambda made: made.write_text("x"))
     assert names(tmp_path) == ["lib.so", "lib.so.def.partial", "other.so.abc.partial"]
 
 
@@ -148,24 +139,17 @@ def test_a_folder_that_cannot_be_written_is_not_lost(tmp_path, monkeypatch, what
         if what != "fill":
             patch.setattr(Path, "rename", failing)
         with pytest.raises(ValueError if end is full else Killed):
-            replace_folder(folder, end if what == "fill" else filler("new"), ("a",), "a thing")
+            files.replace_folder(folder, end if what == "fill" else filler("new"), ("a",), "a thing")
     if end is full:
         assert names(tmp_path) == ["thing"]
         assert (folder / "a").read_text() == "old"
     with pytest.raises(ValueError, match="No space left"):  # and the next write fails too
-        replace_folder(folder, full, ("a",), "a thing")
+        files.replace_folder(folder, full, ("a",), "a thing")
     assert names(tmp_path) == ["thing"]
     assert (folder / "a").read_text() == "old"
     replace(folder, "newest")
     assert names(tmp_path) == ["thing"]
     assert (folder / "a").read_text() == "newest"
-
-
-def test_a_results_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"^cannot write to .*file: File exists$"):
-        output_folder(tmp_path / "file")
-    assert output_folder(tmp_path / "a" / "b").is_dir()
 
 
 def test_what_several_processes_make_is_made_once(tmp_path, monkeypatch):
@@ -180,13 +164,13 @@ def test_what_several_processes_make_is_made_once(tmp_path, monkeypatch):
         (made / "part").write_text("y")
         (made.parent / "rest").write_text("z")
 
-    keep(tmp_path / "a", file)
-    keep(tmp_path / "b", folder)
-    keep(tmp_path / "b", folder)
+    files.keep(tmp_path / "a", file)
+    files.keep(tmp_path / "b", folder)
+    files.keep(tmp_path / "b", folder)
     assert [path.name for path in sorted(tmp_path.rglob("*"))] == ["a", "b", "part"]
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(ValueError, match=r"^cannot write .*/c: No space left on device$"):
-        keep(tmp_path / "c", folder)
+        files.keep(tmp_path / "c", folder)
     assert names(tmp_path) == ["a", "b"]
 
 
@@ -212,4 +196,10 @@ def test_nobody_else_renames():
 @pytest.mark.parametrize("path", ["/", "/tmp", "/usr/../etc", str(Path.home())])
 def test_results_get_a_folder_of_their_own(path):
     with pytest.raises(ValueError, match="give a folder of its own"):
-        output_folder(path)
+        files.output_folder(path)
+
+
+def test_a_results_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"^cannot write to .*file: File exists$"):
+        files.output_folder(tmp_path / "file")

@@ -157,17 +157,6 @@ def test_drafters_without_training_and_a_tree_from_a_file(run, tmp_path, target_
     assert result["acceptance_by_depth"][0] > 0.9, "the target as its own drafter"
 
 
-@pytest.mark.parametrize("tree", [*registry.names("tree"), "2/3/6", "1/2/3", "drawn 2,1"])
-def test_every_tree_of_conf_by_its_name(run, tree):
-    code, out, err = run("--prompt", "The fox", "--max-new-tokens", 12, "--tree", tree, "--compare", "--json")
-    if tree == "block":
-        assert code == 2
-        assert "a block tree takes drafters that guess a block at once, and this one drafts token by token" in err
-    else:
-        assert code == 0, err
-        assert last_json(out)["identical"] is True
-
-
 def test_prompt_files_and_batches_agree(run, tmp_path):
     prompts = ["The quick brown", "What is 12?", "日本語", "It is"]
     rows = [
@@ -282,6 +271,7 @@ def test_context_ends_the_text(run):
         (["--prompt", "x", "--prompts", "y"], "exactly one of"),
         (["--prompt", "x", "--compile", "--no-graphs"], "--no-graphs contradicts --compile"),
         (["--prompt", "x", "--top-k", "5"], "need a temperature above 0"),
+        (["--prompt", "x", "--tree", "block"], "a block tree takes drafters that guess a block at once, and this one"),
         (["--prompt", "x", "--tree", "/no/such"], "no such tree file"),
         (["--chat", "--json"], "--json contradicts --chat"),
         (["--prompt", "x", "--json-schema", "/no/such"], "no such JSON schema file"),

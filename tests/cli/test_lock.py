@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from short_runs import CONVERSATIONS
-from wrong_inputs import call
+from wrong_cases import call
 
 from specdec.cli.lock import only_writer
 

@@ -10,7 +10,7 @@ from helpers import main_of, refused
 from specdec.api import ModelSettings
 from specdec.cli.commands import parser_of
 from specdec.cli.reading import check_yaml
-from specdec.cli.settings import KINDS, read_settings, with_settings
+from specdec.cli.settings import KINDS, with_settings
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSettings
 from specdec.verify import VerifierSettings
@@ -37,10 +37,6 @@ def test_a_file_stands_for_its_flags(parse):
     assert vars(args) | {"settings": None} == vars(parser_of("generate").parse_args(typed))
 
 
-def test_without_a_file_nothing_changes():
-    assert with_settings(parser_of("generate"), ["--topk", "2"]) == parser_of("generate").parse_args(["--topk", "2"])
-
-
 @pytest.mark.parametrize(
     ("text", "flags", "expected"),
     [
@@ -56,6 +52,7 @@ def test_without_a_file_nothing_changes():
         ("no_draft: true\n", [], {"no_draft": True}),
         ("no_draft: false\ntopk: 2\n", [], {"no_draft": False, "topk": 2}),
         ("draft: d\ntoken_map: m.json\nsteps: 2\n", ["--draft", "e"], {"draft": "e", "token_map": None, "steps": 2}),
+        ("temperature: 1\ntop_k: 5\npresence_penalty: -0.5\n", ["--temperature", "0"], {"temperature": 0, "top_k": 5}),
         ("draft: d\ndraft_dtype: bf16\n", ["--steps", "3"], {"draft": "d", "draft_dtype": "bf16", "steps": 3}),
     ],
 )  # fmt: skip
@@ -91,18 +88,6 @@ def test_mistakes_are_one_sentence(tmp_path, text, message):
 @pytest.mark.parametrize("text", ["'010'", "007", "0", "0x1F", "12:30 pm", "2026-01-02T10:00:00", "08", "1_000"])
 def test_numbers_that_all_read_alike_are_taken(text):
     check_yaml(f"seed: {text}", "s.yaml")
-
-
-def test_sampling_and_penalties(parse):
-    text = "temperature: 1\ntop_k: 5\nmin_p: 0.1\nrepetition_penalty: 1.1\npresence_penalty: -0.5\n"
-    args = vars(parse(text, "--temperature", "0.5", "--frequency-penalty", "0.2"))
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    assert [args[name] for name in names] == [0.5, 5, 1.0, 0.1, 1.1, -0.5, 0.2]
-
-
-def test_a_file_that_is_not_there():
-    with pytest.raises(ValueError, match="no such settings file: nowhere"):
-        read_settings("nowhere.yaml")
 
 
 @pytest.mark.parametrize("part", [Sampling, ModelSettings, TreeSettings, VerifierSettings])

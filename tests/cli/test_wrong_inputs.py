@@ -9,9 +9,7 @@ from functools import cache
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from wrong_cases import Case, config_values, schema_cases
-from wrong_files import file_cases
-from wrong_inputs import call, run
+from wrong_cases import Case, call, cases, config_values, run
 
 from specdec import registry
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET
@@ -29,11 +27,11 @@ PARTS = 40
 @cache
 def all_cases() -> list[Case]:
     """Return all cases in a fixed random order."""
-    cases = [*schema_cases(), *file_cases()]
-    random.Random(0).shuffle(cases)
+    found = cases()
+    random.Random(0).shuffle(found)
     gc.collect()
     gc.freeze()  # every case collects garbage: this process has a lot that is none
-    return cases
+    return found
 
 
 def test_there_are_enough_cases_of_every_kind():

@@ -1,15 +1,30 @@
-"""Wrong inputs, generated from the schemas of configs, flags and settings."""
+"""Wrong inputs, generated from the schemas of configs, flags and settings and from valid files, and how each is judged.
+
+A case runs in this process, on copies of the demo's checkpoints in a scratch folder.
+"""
 
 import argparse
+import contextlib
+import copy
+import gc
 import itertools
 import json
 import math
 import pkgutil
+import re
+import shutil
+import struct
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from helpers import run_here
 
 from specdec import registry
+from specdec.__main__ import main
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET
 from specdec.cli.commands import COMMANDS, parser_of
 from specdec.cli.limits import LIMITS
@@ -187,6 +202,155 @@ def yaml_cases() -> Iterator[Case]:
             yield Case(f"YAML {what} {flag}", (*GENERATE, flag, "s.yaml"), ("s.yaml",), prepare)
 
 
-def schema_cases() -> list[Case]:
-    found = [*checkpoint_cases(), *flag_cases(), *hydra_cases(), *class_cases(), *tree_cases(), *yaml_cases()]
+# Files with one place changed. Some changes are valid, so exit code 0 passes as well
+
+GONE = object()  # removes the entry
+SOME_VALUES = ("64", None, -1, 1.5, float("nan"), 10**30, True, [1], {}, "", GONE)
+RECORDS = {
+    "ShareGPT": {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]},
+    "OpenAI": {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
+    "plain": {"text": "Hello."},
+}
+PROMPTS = {"question": {"question_id": 1, "category": "writing", "turns": ["Hi", "More"]}, "prompt": {"prompt": "Hi"}}
+SETTINGS = {"topk": 2, "steps": 2, "num_draft_tokens": 4, "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1,
+            "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "verifier": "match",
+            "draft": "draft", "target": "target", "dtype": "fp32", "device": "cpu"}  # fmt: skip
+
+
+def changed(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield a description and a changed copy for every place in a nested value, but of a list only for its first."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, below in inner:
+        for new in SOME_VALUES:
+            other = copy.copy(value)
+            other[key] = new
+            if new is GONE:
+                del other[key]
+            yield f"{where}{key} {'gone' if new is GONE else f'= {new!r:.20}'}", other
+        for name, new in changed(below, f"{where}{key}."):
+            yield name, value | {key: new} if isinstance(value, dict) else [new, *value[1:]]
+
+
+def cases_of(name: str, value: Any, words: tuple[str, ...], put: Callable[[Any], Callable]) -> Iterator[Case]:
+    """Yield a case for each change of `value`; `put` makes what writes it into the scratch folder."""
+    yield Case(f"{name} unchanged", words, (), put(value), (0,))
+    for where, other in changed(value):
+        yield Case(f"{name}: {where}", words, (), put(other), (0, 2))
+
+
+def as_json(value: Any) -> bytes:
+    return (json.dumps(value) + "\n").encode()  # NaN and Infinity as Python writes them
+
+
+def at(path: str) -> Callable[[Any], Callable]:
+    return lambda value: with_content(path, as_json(value))
+
+
+def data_and_settings_cases() -> Iterator[Case]:
+    for name, record in RECORDS.items():
+        yield from cases_of(f"show {name}", record, ("data", "show", "--data", "d.jsonl"), at("d.jsonl"))
+    for name, record in PROMPTS.items():
+        words = ("generate", "--max-new-tokens", "1", "--draft", "ngram", "--prompts", "p.jsonl")
+        yield from cases_of(f"prompts {name}", record, words, at("p.jsonl"))
+    tree, tokens = registry.settings("tree", "static"), {"map": [5, 6, 7, 8, 9]}
+    yield from cases_of("settings", SETTINGS, (*GENERATE, "--settings", "s.yaml"), at("s.yaml"))
+    yield from cases_of("tree", tree, (*GENERATE, "--tree", "t.yaml"), at("t.yaml"))
+    words = (*GENERATE, "--token-map", "m.json")
+    yield from cases_of("map", tokens, words, lambda value: at("m.json")(value.get("map")))
+
+
+def edited_checkpoint_cases() -> Iterator[Case]:
+    words = (*GENERATE, "--target", "target", "--draft", "draft")
+    demo = {"target": DEMO_TARGET, "draft": DEMO_DRAFTER}
+    for folder, source in demo.items():
+        header, _ = weights(source / "model.safetensors")
+        some = {name: header.pop(name) for name in list(header)[:3]}
+        put = partial(with_header, f"{folder}/model.safetensors", header)
+        yield from cases_of(f"{folder} header", some, words, put)
+    for path in ("target/tokenizer_config.json", "target/generation_config.json", "draft/acceptance.json"):
+        folder, name = path.split("/")
+        yield from cases_of(name, json.loads((demo[folder] / name).read_text()), words, at(path))
+
+
+def with_header(path: str, rest: dict, header: dict) -> Callable[[Path], None]:
+    """Replace the header of a safetensors file. The file is made on demand: all of them would take gigabytes."""
+
+    def prepare(scratch: Path) -> None:
+        content, file = as_json(rest | header), scratch / path
+        _, tensors = weights(file)
+        file.unlink()
+        file.write_bytes(struct.pack("<Q", len(content)) + content + tensors)
+
+    return prepare
+
+
+def weights(file: Path) -> tuple[dict, bytes]:
+    """Return the header of a safetensors file, and the bytes after it."""
+    content = file.read_bytes()
+    (size,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + size]), content[8 + size :]
+
+
+def cases() -> list[Case]:
+    found = [
+        *checkpoint_cases(), *flag_cases(), *hydra_cases(), *class_cases(), *tree_cases(), *yaml_cases(),
+        *data_and_settings_cases(), *edited_checkpoint_cases(),
+    ]  # fmt: skip
     return list({case.name: case for case in found}.values())
+
+
+# How a case is run and judged
+
+SECONDS, MEBIBYTES = 20, 1000  # a case may take: processor time, and memory in addition to that of the process
+
+
+def run(case: Case, scratch: Path) -> str:
+    """Run a case in `scratch`, which is made anew. Returns what is wrong with its outcome, empty if nothing is."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    for name, source in (("target", DEMO_TARGET), ("draft", DEMO_DRAFTER)):
+        if case.prepare is not None or name in case.words:
+            # Cases change the other files in place; they replace the weights.
+            shutil.copytree(source, scratch / name, ignore=shutil.ignore_patterns("*.safetensors"))
+            (scratch / name / "model.safetensors").symlink_to(source / "model.safetensors")
+    (scratch / "prompts.txt").write_text("What is a tree?\n")
+    if case.prepare is not None:
+        case.prepare(scratch)
+    gc.collect()  # models that the traceback of the previous case holds
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before, there, start = memory("VmRSS"), set(scratch.rglob("*")), time.process_time()
+    code, err = call(case.words, scratch)
+    seconds, mebibytes = time.process_time() - start, memory("VmHWM") - before
+    if fault := judge(case, code, err):
+        return fault
+    if seconds > SECONDS or mebibytes > MEBIBYTES:
+        return f"took {seconds:.0f} s and {mebibytes:.0f} MiB"
+    return "".join(f"left {path}" for path in sorted(set(scratch.rglob("*")) - there)[:1])
+
+
+def memory(what: str) -> float:
+    """Return resident MiB of this process: now (VmRSS), or the peak (VmHWM)."""
+    return int(re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+def call(words: tuple[str, ...], folder: Path) -> tuple[object, str]:
+    """Run a command in this process. Returns its exit code, or the exception that it raised, and standard error."""
+    with contextlib.chdir(folder):
+        try:
+            done = run_here(main, *words)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}", ""
+    return done.returncode, done.stderr
+
+
+def judge(case: Case, code: object, err: str) -> str:
+    if code not in case.codes:
+        return f"ended with {code!r:.200}"
+    if code == 0:
+        return ""
+    messages = [line for line in err.splitlines() if "error: " in line]
+    if len(messages) != 1 or "Traceback" in err:
+        return f"not one sentence: {err[-200:]!r}"
+    if not all(name.lstrip("-").replace("-", "_") in messages[0].replace("-", "_") for name in case.named):
+        return f"does not name {case.named}: {messages[0]}"
+    return ""

@@ -41,10 +41,7 @@ def overview(group: str = "") -> str:
 
 
 def split(words: list[str]) -> tuple[str, list[str]]:
-    """Return the command that a command line names, by up to three words or by an old name, and the words after it.
-
-    Raises ValueError if there is no such command.
-    """
+    """Return the command that a command line names, perhaps by an old name, and the words after it."""
     for count in range(LONGEST, 0, -1):
         if (name := " ".join(words[:count])) in COMMANDS:
             return name, words[count:]

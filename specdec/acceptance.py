@@ -118,10 +118,7 @@ class Acceptance:
     about: str = ""  # what was answered, in words
 
     def tau(self, paths: Sequence[Sequence[int]], temperature: float, batch: int = 1) -> float:
-        """Return tau of a static tree, as `AlongTexts.tau` does, at any temperature.
-
-        Between two measured temperatures tau is interpolated linearly. Outside of them it is that of the nearest one.
-        """
+        """Return `AlongTexts.tau` at any temperature: interpolated linearly, or that of the nearest measured one."""
         below = [m for m in self.measured if m.temperature <= temperature] or [self.measured[0]]
         above = [m for m in self.measured if m.temperature >= temperature] or [self.measured[-1]]
         low, high = below[-1], above[0]

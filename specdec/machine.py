@@ -32,11 +32,7 @@ def _cpuinfo(name: str) -> str:
 
 
 def set_matmul_precision(name: str | None) -> None:
-    """Set the precision of fp32 products in this process (`torch.set_float32_matmul_precision`); None changes nothing.
-
-    Raises:
-        ValueError: `name` is none of `PRECISIONS`.
-    """
+    """Set the precision of fp32 products in this process, one of `PRECISIONS`; None changes nothing."""
     if name is None:
         return
     if name not in PRECISIONS:

@@ -71,10 +71,7 @@ def points() -> set[str]:
 
 
 def find(group: str, text: str) -> Callable | None:
-    """Return the class or function that a text names; None if it is neither FILE.py:NAME nor an entry point.
-
-    Raises ValueError if there is no such file or name, or if the file cannot be imported.
-    """
+    """Return the class or function of a FILE.py:NAME or an entry point; None for another text. Raises ValueError."""
     found = FORM.fullmatch(text)
     if found is None:
         point = next(iter(_entry_points(group=POINTS[group], name=text)), None)
@@ -134,10 +131,7 @@ def blamed(text: str, what: str) -> Iterator[None]:
 
 
 def make(text: str, part: Callable, base: type[Part], *given: Any, **settings: Any) -> Part:
-    """Call a part with these arguments, and return what it makes.
-
-    Raises ValueError if it does not take the arguments, fails, or makes something other than a `base`.
-    """
+    """Call a part, and return what it makes. Raises ValueError if it fails or makes something other than a `base`."""
     check_arguments(text, part, *given, **settings)
     with blamed(text, "making it"):
         made = part(*given, **settings)
@@ -160,10 +154,7 @@ def check_arguments(text: str, part: Callable, *given: Any, **settings: Any) -> 
 
 
 def settings_of(text: str, part: Callable, *skipped: str) -> dict[str, Any]:
-    """The settings of a part with their defaults: the arguments that it takes by name, except `skipped`.
-
-    Raises ValueError for an argument without a default, or with one that no settings file can hold.
-    """
+    """The settings of a part with their defaults, which a file can hold: its arguments by name, but for `skipped`."""
     taken = [one for one in inspect.signature(part).parameters.values() if one.name not in skipped]
     named = [one for one in taken if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     for one in named:

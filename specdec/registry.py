@@ -49,10 +49,7 @@ def of_command(config: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def check_buildable(name: object, where: str) -> None:
-    """Raise ValueError unless `name` is a class or function of specdec, or of a file of the user's own.
-
-    Modules of Python or of installed packages are refused, except entry points for parts of specdec.
-    """
+    """Raise ValueError unless `name` is of specdec, of the user's own file or an entry point for parts of specdec."""
     if own.is_own(name):
         return
     top = name.partition(".")[0] if isinstance(name, str) else ""
@@ -73,10 +70,7 @@ def check_buildable(name: object, where: str) -> None:
 
 
 def _ours(name: str) -> bool:
-    """Return whether a dotted name is defined in specdec, and not only imported there.
-
-    True for a name that does not exist, which Hydra reports.
-    """
+    """Return whether a dotted name is defined in specdec, or does not exist, which Hydra reports."""
     try:
         return str(getattr(pkgutil.resolve_name(name), "__module__", "")).startswith("specdec")
     except (ImportError, AttributeError, ValueError):
@@ -97,20 +91,14 @@ def target(group: str, name: str) -> Any:
 
 
 def make(group: str, name: str, **changes: Any) -> Any:
-    """Make what conf/GROUP/NAME.yaml describes; `changes` replace the file's own settings.
-
-    Raises ValueError for an unknown name, and whatever the class raises for settings that it does not take.
-    """
+    """Make what conf/GROUP/NAME.yaml describes; `changes` replace the file's own settings."""
     own = settings(group, name)
     own.pop("_target_")
     return target(group, name)(**own | changes)
 
 
 def read_yaml(path: str | os.PathLike, what: str) -> Any:
-    """Return the content of a YAML or JSON file in plain Python values: dicts, lists, texts, numbers.
-
-    what: names the kind of file in errors. Raises ValueError if the file does not exist or is not YAML.
-    """
+    """Return the content of a YAML or JSON file in plain Python values. Raises ValueError, which calls it `what`."""
     from omegaconf import OmegaConf  # half of the time of a command's help
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError

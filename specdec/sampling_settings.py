@@ -14,13 +14,7 @@ COLDEST = 1e-20
 
 
 def setting(default: float, text: str, **limits: float) -> Any:
-    """Return a field of `Sampling`.
-
-    Args:
-        default: Turns the setting off.
-        text: The help of the flag.
-        **limits: `ge`, `gt` and `le` of the field of a request to the server, as pydantic names them.
-    """
+    """Return a field that is off at `default`. text: of the flag's help. limits: of a request, as pydantic has them."""
     return field(default=default, metadata={"help": text, "limits": limits})
 
 

@@ -34,10 +34,7 @@ MEANT = {  # names of other programs, and of other parts of this one -> ours
 
 
 def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = False, **metadata) -> Any:
-    """Return a field whose numbers lie between `low` and `high`, both included; above: `low` itself is too little.
-
-    metadata: further metadata of the field, such as its help.
-    """
+    """Return a field whose numbers lie between `low` and `high`, both included; above: `low` itself is too little."""
     return field(default=default, metadata={"low": low, "high": high, "above": above} | metadata)
 
 
@@ -80,10 +77,7 @@ def check(schema: Any, values: Mapping[str, Any], where: str, any_range: Collect
 
 
 def check_value(setting: Field, value: Any, name: str, limits: Mapping[str, Any] | None = None) -> None:
-    """Raise ValueError, which calls the value `name`, unless it is of the field's type and in its range.
-
-    limits: replace the field's own.
-    """
+    """Raise ValueError, which calls the value `name`, unless it fits the field's type and range, or `limits`."""
     kinds = kinds_of(setting.type)
     limits = setting.metadata if limits is None else limits
     if isinstance(value, int | float) and not isinstance(value, bool) and {int, float} & set(kinds):

@@ -204,11 +204,7 @@ def own_flags(command: Command) -> dict[str, Flag]:
 
 
 def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
-    """Return the checked flags of a command, with the command's name as `command`.
-
-    Raises:
-        ValueError: A flag is unknown, wrong, missing, or contradicts another.
-    """
+    """Return the checked flags of a command, with its name as `command`. Raises ValueError for wrong ones."""
     command = COMMANDS[name]
     words = with_new_names(f"specdec {name}", words, {**OLD_FLAGS, **command.old})
     args = with_settings(parser_of(name), with_slots(command, words))

@@ -74,10 +74,7 @@ def _speak() -> None:
 
 
 def open_streams() -> None:
-    """Open the null device for each standard stream that is closed.
-
-    Otherwise the next opened file would get the number of that stream, and printed text would be written into it.
-    """
+    """Open the null device for each closed standard stream, whose number the next opened file would get."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)

@@ -52,10 +52,7 @@ def no_empty_folder(path: Path | str) -> Iterator[None]:
 
 
 def kept_folder(name: str) -> Path:
-    """Make and return a folder of the user's cache ($XDG_CACHE_HOME or ~/.cache on Linux).
-
-    Raises ValueError if nothing can be written there.
-    """
+    """Make and return a folder of the user's cache. Raises ValueError if nothing can be written there."""
     return output_folder(user_cache_path("specdec") / name)
 
 
@@ -91,10 +88,7 @@ def _digest(content: Mapping) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a file can be written at `path`, before the work that it is for. Nothing is left there.
-
-    Raises ValueError if it cannot.
-    """
+    """Raise ValueError if no file can be written at `path`. Nothing is left there."""
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; give a file")
     if not path.absolute().parent.is_dir():
@@ -108,10 +102,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_makeable(folder: Path) -> None:
-    """Try, before the work, whether `replace_folder` can put a folder there. ValueError if not.
-
-    Nothing is left, and what a killed `replace_folder` left there is removed.
-    """
+    """Raise ValueError if `replace_folder` cannot put a folder there. Nothing is left, not even by a killed one."""
     whole = folder.absolute()
     top = next(part for part in (whole, *whole.parents) if part.parent.exists())
     with _one_sentence(folder):

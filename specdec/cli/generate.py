@@ -62,10 +62,7 @@ def answer_all(session: Session) -> None:
 
 
 def chat(session: Session) -> None:
-    """Read messages until the end of input, and answer each with the whole conversation as its prompt.
-
-    Ctrl-C stops a running answer. At the prompt it raises KeyboardInterrupt.
-    """
+    """Answer messages with the whole conversation as the prompt. Ctrl-C stops an answer, or ends at the prompt."""
     if not session.target.tokenizer.chat_template:
         raise ValueError("--chat needs a tokenizer with a chat template, and this target's has none")
     print(f"chat with {called(session.target.name)}; {drafting(session)}")

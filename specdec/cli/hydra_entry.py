@@ -82,10 +82,7 @@ def _wrapped(line: str, indent: int) -> list[str]:
 
 
 def _sections(text: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """A command's YAML -> its groups with the names chosen, and the lines of its own settings with their comments.
-
-    Of a setting that is a mapping only the name is listed.
-    """
+    """A command's YAML -> its groups with the names chosen, and the lines of its own settings with comments."""
     blocks = re.split(r"^(?=\w+:)", text, flags=re.MULTILINE)  # text above the first one is a comment
     groups = [
         pair for block in blocks if block.startswith("defaults:") for pair in re.findall(r"- (\w+): (\w+)", block)

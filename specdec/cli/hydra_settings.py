@@ -63,10 +63,7 @@ def _check_targets(path: str, value: Any, deep: bool = False) -> None:
 
 
 def nearest_to(message: str, config: str) -> str:
-    """Return "there is ..." with the names that are most similar to the one that Hydra quotes in its message.
-
-    Without a similar name all are listed. The text is empty if the message quotes none.
-    """
+    """Return the names most similar to the one that Hydra quotes in its message, or all; empty if it quotes none."""
     quoted = re.search(r"Could not (?:override|find) '([^']+)'", message)
     if quoted is None:
         return ""
@@ -111,10 +108,7 @@ def check_folders(arguments: Sequence[str]) -> None:
 
 
 def _group(group: str) -> dict[str, Any]:
-    """Return the setting names of all files of a group, each with a value of its type, or None where a file has null.
-
-    The result is empty if a class defines the settings.
-    """
+    """Return the settings of all files of a group with a value each, None where any has null; {} if of a class."""
     found: dict[str, Any] = {}
     for name in registry.names(group):
         content = registry.settings(group, name)
@@ -162,10 +156,7 @@ def _walk(path: str, value: Any, default: Any) -> None:
 
 
 def _taken(path: str, value: Mapping[str, Any]) -> dict[str, Field]:
-    """What the class or function takes that reads a mapping: its `_target_`, or the one of `READ_BY`. {} for none.
-
-    Raises ValueError for a name that it does not take.
-    """
+    """Return what the class or function takes that reads a mapping; {} for none. ValueError for another name."""
     try:
         taken, others = parameters(registry.named(path, value.get("_target_") or READ_BY[path]))
     except (KeyError, ImportError, AttributeError, TypeError, ValueError):
@@ -199,10 +190,7 @@ def _names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> N
 
 @contextmanager
 def settings_errors(config: str = "train") -> Iterator[None]:
-    """Turn errors that Hydra reports about settings into a ValueError with the first line of its message.
-
-    The message ends with the most similar names in conf/CONFIG.yaml.
-    """
+    """Turn errors of Hydra into a ValueError: the first line of the message, and the most similar names."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 

@@ -104,10 +104,7 @@ def quoted(word: str) -> str:
 
 
 def own_parts(words: Sequence[str]) -> list[str]:
-    """The words with each own part as a name that Hydra knows from now on, with the part's arguments as settings.
-
-    Raises ValueError for a file, class or function that does not exist or does not take what it must.
-    """
+    """Register each own part with Hydra; return the words with the names that Hydra knows them by from now on."""
     found = []
     for word in words:
         group, _, text = word.partition("=")

@@ -30,10 +30,7 @@ def run(config: DictConfig) -> None:
 
 
 def prepare(words: Sequence[str]) -> list[str]:
-    """Return the words as Hydra reads them, with the command after -- as a setting.
-
-    Raises ValueError if there is no command, no number of jobs, or no such launcher.
-    """
+    """Return the words as Hydra reads them, with the command after -- as a setting."""
     if "--" not in words or words[-1] == "--":
         raise ValueError(
             "write the command after --, as in: specdec lab jobs parts=2 -- sweep shards={parts} shard={part}"

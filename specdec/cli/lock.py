@@ -16,11 +16,9 @@ from filelock import FileLock, Timeout
 
 @contextmanager
 def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> Iterator[None]:
-    """Hold the output `out`, a file or folder, while its writer works.
+    """Hold the output `out`, a file or folder, while its writer works. Raises ValueError if another process does.
 
-    inside: the lock file is inside the folder `out`, whose files are written one by one. Else it is next to `out`,
-    which is replaced as a whole. wait: wait until the output is free. Raises ValueError if another process holds the
-    output (the message names process and host), or if no lock can be made there.
+    inside: the lock file is inside the folder `out`, whose files are written one by one. wait: wait until it is free.
     """
     out = Path(os.path.abspath(out))
     path = out / ".writer.lock" if inside else out.with_name(f".{out.name}.lock")

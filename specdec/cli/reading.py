@@ -64,10 +64,7 @@ def parse_json(text: str | bytes, where: str) -> Any:
 
 
 def lines_of(file: IO[AnyStr], most: int = MOST_LINE) -> Iterator[AnyStr]:
-    """Yield the lines of a file, with no more than one line in memory.
-
-    Of a line longer than `most` bytes only the first `most` + 1 are yielded, which `check_length` rejects.
-    """
+    """Yield lines, one in memory at a time; of one longer than `most` the first `most` + 1, see `check_length`."""
     while line := file.readline(most + 1):
         yield line
         while len(line) > most and line[-1:] not in ("\n", b"\n"):
@@ -99,10 +96,7 @@ def check_length(text: bytes | str, where: str = "it", most: int = MOST_LINE) ->
 
 
 def read_model(model: type[Model], value: object, where: str) -> Model:
-    """Return what a model of pydantic makes of a value that was read from a file.
-
-    Raises ValueError, one sentence that names the place, the field, what is expected and what is there.
-    """
+    """Return what a model of pydantic makes of a value. Raises ValueError with the place, field and value."""
     from pydantic import ValidationError  # here: commands that read no such file start without pydantic
 
     try:

@@ -26,10 +26,7 @@ def revision() -> str | None:
 
 
 def code_digest(folders: Sequence[str] = ROOMS, wanted: Callable[[str], bool] = lambda name: True) -> str:
-    """Return a digest of the Python and YAML files of these folders of the checkout, with their names.
-
-    wanted: which files count, by their names in the checkout, such as specdec/api.py.
-    """
+    """Return a digest of the Python and YAML files of these folders of the checkout that are `wanted` by name."""
     files = [f for folder in folders for kind in ("*.py", "*.yaml") for f in (ROOT / folder).rglob(kind)]
     named = {f.relative_to(ROOT).as_posix(): f for f in files}
     sums = [f"{n} {hashlib.sha256(named[n].read_bytes()).hexdigest()}" for n in sorted(named) if wanted(n)]

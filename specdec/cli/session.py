@@ -138,10 +138,7 @@ class Session:
         max_new_tokens: int | None = None,
         first: int = 0,
     ) -> Generation:
-        """Decode prompts (token ids) as one batch, with the flags' settings, as the screen shows them.
-
-        first: the number of the first prompt among all prompts, which its seed depends on.
-        """
+        """Decode prompts as one batch. first: the number of its first prompt among all, which its seed depends on."""
         args, engine = self.args, self.plain if plain else self.engine
         shown = [] if screen is None else [screen] if self.recorder is None else [screen, self.recorder]
         return answer(
@@ -191,10 +188,7 @@ class Decoded:
 
 
 def run_prompts(session: Session) -> Decoded:
-    """Decode every prompt of a session, batch by batch, and print the text as it grows.
-
-    After SIGINT or SIGTERM the last generation is partial, and it has no plain decoding to compare with.
-    """
+    """Decode all prompts, batch by batch. After a signal the last generation is partial and has no plain one."""
     args, prompts = session.args, session.prompts
     single = args.batch_size == 1
     if args.compare:  # the first call of each kind pays for memory and code that is loaded then
@@ -221,11 +215,7 @@ def run_prompts(session: Session) -> Decoded:
 
 
 def take_turns(session: Session, first: list[Generation]) -> list[tuple[float, float]]:
-    """Return tokens per second, speculative and plain, of further silent passes over all prompts.
-
-    A short first pass cannot be timed well. Passes repeat up to `LONG_ENOUGH` seconds or `PASSES` in all, the first
-    included, of which `first` has the generations.
-    """
+    """Return tokens per second, speculative and plain, of silent passes until times are long enough to compare."""
     spent, prompts = sum(part.result.seconds for part in first), session.prompts
     turns: list[tuple[float, float]] = []
     size, together = session.args.batch_size, session.args.tp_plan is not None  # whose clocks differ

@@ -70,11 +70,7 @@ def summarise(session: Session, decoded: Decoded) -> dict:
 
 
 def _drafter(conventions: dict[str, str], layers: int) -> str:
-    """Describe how a drafter's checkpoint was read.
-
-    Taps are indices of transformers' hidden_states: 0 is the embedding, and i the output of layer i of the target's
-    `layers`.
-    """
+    """Describe how a drafter's checkpoint was read. Taps are indices of transformers' hidden_states."""
     taps, said = conventions.get("taps", ""), [f"drafter: {conventions['family']}"]
     read = re.findall(r"\d+", taps) if "N" not in taps else []
     if read:

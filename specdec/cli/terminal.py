@@ -15,10 +15,7 @@ class _Output(Console):
 
 
 def terminal_width() -> int | None:
-    """Return the width of the terminal, which pipes such as `| tee` leave connected to another stream, or `COLUMNS`.
-
-    None without either.
-    """
+    """Return the width of the terminal, which pipes leave connected to another stream, or `COLUMNS`, or None."""
     if os.environ.get("COLUMNS", "").isdigit():
         return int(os.environ["COLUMNS"]) or None
     for stream in (1, 2, 0):
@@ -28,12 +25,7 @@ def terminal_width() -> int | None:
 
 
 def console(width: int | None = None, **how) -> Console:
-    """Return a console as wide as the terminal, or `width` columns without a terminal. It does not interpret markup.
-
-    Args:
-        width: Columns without a terminal; None: rich's default.
-        **how: Further arguments of rich's `Console`.
-    """
+    """Return rich's console as wide as the terminal, or `width` columns without one. It interprets no markup."""
     return _Output(width=terminal_width() or width, markup=False, **how)
 
 

@@ -42,16 +42,10 @@ FAMILIES = {
 
 
 class Metrics:
-    """All series of `FAMILIES`, in a registry of their own.
-
-    Any thread may change and read them. A thread that holds `lock` sees no partial update.
-    """
+    """All series of `FAMILIES`, in a registry of their own. A thread that holds `lock` sees no partial update."""
 
     def __init__(self, model: str, positions: int = 0):
-        """Make all series whose labels are known. positions: the deepest level of a tree.
-
-        model: the label `model_name` of all series.
-        """
+        """Make all series whose labels are known. positions: the deepest level of a tree."""
         disable_created_metrics()  # `_created` series, which vLLM does not have either
         self.registry, self.lock = CollectorRegistry(), threading.RLock()
         self.own = {"model_name": model, "engine": "0"}
@@ -103,10 +97,7 @@ class Metrics:
 def count(
     metrics: Metrics, report: RoundReport, live: list[bool], drafts: list[int], prefixes: Prefixes | None = None
 ) -> None:
-    """Count the tokens of a step, and how many were drafted and accepted in it. live: rows that had not ended before.
-
-    drafts: `drafted_of`.
-    """
+    """Count the tokens of a step. live: which rows had not ended before. drafts: `drafted_of`."""
     add, emitted = metrics.add, sum(map(len, report.emitted))
     add("vllm:generation_tokens", emitted)
     if report.prefill:

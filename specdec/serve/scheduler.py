@@ -103,10 +103,7 @@ class Scheduler:
             self.changed.notify()
 
     def close(self, grace: float = 0.0) -> None:
-        """Accept no more jobs, end the queued ones, and give running ones `grace` seconds to finish.
-
-        This returns at once; `join` waits. A second call may shorten the grace.
-        """
+        """Accept no more jobs, end queued ones, and give running ones `grace` seconds, without waiting (`join`)."""
         with self.changed:
             deadline = time.perf_counter() + grace
             self.deadline = deadline if self.deadline is None else min(deadline, self.deadline)
@@ -172,10 +169,7 @@ class Scheduler:
             self.engine.adaptive.took(self.since - before)
 
     def _take_leaving(self) -> list[tuple[Job, str, int]]:
-        """Remove the jobs that end now, with the lock held. Returns each with error message and HTTP status.
-
-        The message is empty if the client cancelled the job.
-        """
+        """Remove the jobs that end now, with the lock held. Returns each with message and status; '' if cancelled."""
         now, everyone = time.perf_counter(), [*self.queue, *self.running.values()]
         leaving = [(job, "", 499) for job in everyone if job.unwanted]
         if self.max_seconds is not None:
@@ -194,10 +188,7 @@ class Scheduler:
         return leaving
 
     def _admit(self) -> None:
-        """Give the engine queued jobs, with the lock held, as free rows and the prefill budget allow.
-
-        A round for the running jobs separates two prefills.
-        """
+        """Give the engine queued jobs, as rows and budget allow, with the lock held. A round separates two prefills."""
         if self.prefilled and self.running:
             return
         joining: list[Job] = []

@@ -131,10 +131,7 @@ def tree_of(args: argparse.Namespace) -> Tree:
 
 
 def policy_of(args: argparse.Namespace, drafter: Drafter) -> str | None:
-    """Return the adaptive policy of the flags.
-
-    Without flags for it or for a tree, a CPU uses `POLICY`, unless the drafter abstains where it has no proposal.
-    """
+    """Return the adaptive policy of the flags; on a CPU `POLICY` by default, unless the drafter abstains by itself."""
     return args.adaptive or (POLICY if left_to_cpu(args) and not drafter.abstains else None)
 
 
@@ -149,10 +146,7 @@ def room_of(args: argparse.Namespace, target: LanguageModel) -> int:
 
 
 def make_models(args: argparse.Namespace) -> "tuple[Service, Recorder | None]":
-    """Return the service that the flags ask for, and the recorder of its trace, if any.
-
-    Requests may choose their speculation by the names that flags have.
-    """
+    """Return the service that the flags ask for, and the recorder of its trace, if any."""
     from specdec.serve.scheduler import Scheduler
     from specdec.serve.service import Service, Speculation
 

@@ -153,9 +153,8 @@ def read_acceptance(folder: Path) -> Acceptance | None:
             raise ValueError(f"measured must be a list with entries, got {shown(measured)}")
         return Acceptance(tuple(sorted(map(_entry, measured), key=lambda row: row.temperature)), about)
     except ValueError as error:
-        raise ValueError(
-            f"{file} holds no measured acceptance ({error}): remove it, or write it again with specdec tune tree"
-        ) from None
+        wrong = f"{file} holds no measured acceptance ({error})"
+        raise ValueError(f"{wrong}: remove it, or write it again with specdec tune tree") from None
 
 
 def _entry(entry: object) -> AlongTexts:

@@ -98,13 +98,9 @@ def check_drafter(drafter: Any) -> None:
 
 
 def as_tree(tree: Any, drafter: Drafter | None, **words: int | None) -> TreePolicy | None:
-    """Return a tree policy, or None for plain decoding.
+    """Return a tree policy, or None for plain decoding. words: topk, steps and num_draft_tokens instead of `tree`.
 
-    Args:
-        tree: A policy; a text for `parse_tree`; or the three numbers topk, steps and num_draft_tokens. None: the
-            default tree, with no more levels than the drafter can draft.
-        drafter: The drafter that drafts the tree; None without one.
-        **words: topk, steps and num_draft_tokens instead of `tree`.
+    Without either it is the default tree, with no more levels than the drafter can draft.
     """
     given: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
     if tree is not None and given:

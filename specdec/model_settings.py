@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec.model.names import DEMO, draft_for
 
@@ -53,24 +53,13 @@ class ModelSettings:
         from specdec.model.loader import load_target
 
         set_matmul_precision(self.matmul_precision)
-        return load_target(
-            self.target or DEMO_TARGET,
-            dtype=self.dtype,
-            device=self.device,
-            allow_nonfinite=self.allow_nonfinite,
-            tp_plan=self.tp_plan,
-            device_map=self.device_map,
-        )
+        names = ("dtype", "device", "allow_nonfinite", "tp_plan", "device_map")
+        how: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return load_target(self.target or DEMO_TARGET, **how)
 
     def load_drafter(self, target: "LanguageModel") -> "Drafter":
         """Load the drafter for this target, with its token map, feedback and dtype."""
         from specdec.drafters.formats import load_drafter
 
-        return load_drafter(
-            self.drafter,
-            target,
-            token_map=self.token_map,
-            feedback=self.feedback,
-            dtype=self.draft_dtype or None,
-            allow_nonfinite=self.allow_nonfinite,
-        )
+        how: dict[str, Any] = {name: getattr(self, name) for name in ("token_map", "feedback", "allow_nonfinite")}
+        return load_drafter(self.drafter, target, dtype=self.draft_dtype or None, **how)

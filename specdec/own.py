@@ -97,9 +97,8 @@ def _of_file(file: str, name: str | None) -> Any:
     if name and hasattr(module, name):
         return getattr(module, name)
     known = get_close_matches(name or "", there) or there or ["no class and no function"]
-    raise ValueError(
-        f"{file} {f'has no {name!r}' if name else 'needs a name after a colon'}; there is {', '.join(known)}"
-    )
+    wrong = f"has no {name!r}" if name else "needs a name after a colon"
+    raise ValueError(f"{file} {wrong}; there is {', '.join(known)}")
 
 
 @cache
@@ -123,9 +122,8 @@ def blamed(text: str, what: str) -> Iterator[None]:
         reason = " ".join(str(error).split()) or "no reason given"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         file = Path(split(text)[0].partition(":")[0]).name
-        lines = [
-            frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).name == file]
         where = f" ({file} line {lines[-1]})" if lines else ""
         raise ValueError(f"{text}: {what} failed: {kind}{reason:.300}{where}") from error
 
@@ -136,9 +134,9 @@ def make(text: str, part: Callable, base: type[Part], *given: Any, **settings: A
     with blamed(text, "making it"):
         made = part(*given, **settings)
     if not isinstance(made, base):
+        kind, wanted = type(made).__name__, f"{base.__module__}.{base.__name__}"
         raise ValueError(
-            f"{text} makes a {type(made).__name__}: it must make a {base.__module__}.{base.__name__}, so derive its "
-            "class from that"
+            f"{text} makes a {type(made).__name__}: it must make a {wanted}, so derive its class from that"
         )
     return made
 

@@ -87,16 +87,9 @@ class Remote:
     """One model of one server. Its methods may be called from many threads."""
 
     def __init__(self, url: str, model: str | None = None, *, retries: int = 6, timeout: float = 600.0):
-        """Connect to a server. The key is in the variable OPENAI_API_KEY.
+        """Connect to a server. The key is in the variable OPENAI_API_KEY. Raises ValueError if that is not possible.
 
-        Args:
-            url: Address of the server, with or without /v1.
-            model: Name of the model; None takes the only one, or the first.
-            retries: Attempts, with growing pauses, for a request that the server cannot answer at the moment.
-            timeout: Seconds to wait for an answer.
-
-        Raises:
-            ValueError: The server cannot be reached, or has no such model.
+        model: None takes the only one, or the first. retries: of a request, with growing pauses. timeout: seconds.
         """
         self.root = url.rstrip("/").removesuffix("/v1")
         if not self.root.startswith(("http://", "https://")):
@@ -129,11 +122,9 @@ class Remote:
         seed: int | None = None,
         logprobs: int | None = None,
     ) -> Completion:
-        """Continue token ids.
+        """Continue token ids. logprobs: 0 for those of the emitted tokens, k for the k most likely too.
 
-        seed: of draws. logprobs: 0 for those of the emitted tokens, k for the k most likely too.
-        Raises ValueError with the server's own words if the server refuses, or has failed every time, and with the
-        name of the field if the answer is no completion.
+        Raises ValueError with the server's own words, or with the name of the field if the answer is no completion.
         """
         body = {"model": self.model, "prompt": list(prompt), "max_tokens": max_new_tokens}
         body |= settings_of(sampling or Sampling()) | ({} if seed is None else {"seed": seed})
@@ -162,10 +153,8 @@ class Remote:
     def check_ids(self, answer: Completion, vocab: int) -> None:
         """Raise ValueError if the answer holds a token id that a vocabulary of this size does not have."""
         if (largest := max(answer.tokens or [0])) >= vocab:
-            raise ValueError(
-                f"{self.root} returns the token id {largest}, and the target has {vocab} tokens: give the "
-                "--target that this server serves"
-            )
+            wrong = f"{self.root} returns the token id {largest}, and the target has {vocab} tokens"
+            raise ValueError(f"{wrong}: give the --target that this server serves")
 
     def _ask(self, path: str, body: dict | None = None, retries: int | None = None) -> dict:
         """Send GET, or POST a body, and return the JSON that comes back."""
@@ -187,11 +176,8 @@ class Remote:
                 reason = f"{error.code}: {said}"
                 after = error.headers.get("retry-after", "")
                 pause = max(pause, min(float(after), LONGEST_PAUSE)) if after.isdigit() else pause
-            except (
-                OSError,
-                http.client.HTTPException,
-                ValueError,
-            ) as error:  # no connection, one that broke off, or half an answer
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                # There is no connection, or it broke off, or half an answer came.
                 reason = str(getattr(error, "reason", error))
             if attempt < retries:
                 time.sleep(pause)

@@ -123,12 +123,11 @@ def _encode_parts(target: LanguageModel, prompt: Sequence[Mapping[str, str]] | S
         return numbers
     messages = []
     for part in prompt:
-        role, content = (part.get("role"), part.get("content")) if isinstance(part, Mapping) else (None, None)
-        if not isinstance(part, Mapping) or not isinstance(role, str) or not isinstance(content, str):
-            raise ValueError(
-                f"a prompt is a text, a list of messages with role and content, or token ids, and not {part!r:.60}"
-            )
-        messages.append(dict(part))
+        message: dict[str, Any] = dict(part) if isinstance(part, Mapping) else {}
+        if not all(isinstance(message.get(name), str) for name in ("role", "content")):
+            wanted = "a prompt is a text, a list of messages with role and content, or token ids"
+            raise ValueError(f"{wanted}, and not {part!r:.60}")
+        messages.append(message)
     if not prompt:
         raise ValueError("the prompt is empty")
     if target.tokenizer is None or not target.tokenizer.chat_template:

@@ -29,9 +29,8 @@ def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> It
         lock.acquire()
         _sign(path, out)
     except Timeout:
-        raise ValueError(
-            f"{out} is being written by {_owner(path)}: wait for it, end it, or choose another place"
-        ) from None
+        owner = _owner(path)
+        raise ValueError(f"{out} is being written by {owner}: wait for it, end it, or choose another place") from None
     except OSError as error:
         raise ValueError(f"cannot write {out}: {error.strerror}") from None
     try:

@@ -52,23 +52,19 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """Return the flags. Raises ValueError for a word that belongs to no flag."""
         given, rest = self.parse_known_args(args, namespace)
-        if rest:
-            raise ValueError(self._unknown(rest[0]))
-        return given
+        if not rest:
+            return given
+        word = rest[0]
+        if not word.startswith("-"):
+            raise ValueError(f"{word} belongs to no flag: a text with spaces needs quotes around it, ' or \"")
+        flag = word.partition("=")[0]
+        meant = nearest_flags(flag, [name for name in self._option_string_actions if name.startswith("--")])
+        there = f"there is {' and '.join(meant)}" if meant else f"{self.prog} --help lists all"
+        raise ValueError(f"there is no flag {flag}; {there}")
 
     def error(self, message: str):
         """Raise ValueError with argparse's message."""
         raise ValueError(f"{message}; {self.prog} --help lists all flags")
-
-    def _unknown(self, word: str) -> str:
-        """Return the message for a word that belongs to no flag."""
-        if not word.startswith("-"):
-            return f"{word} belongs to no flag: a text with spaces needs quotes around it, ' or \""
-        flag = word.partition("=")[0]
-        meant = nearest_flags(flag, [name for name in self._option_string_actions if name.startswith("--")])
-        return f"there is no flag {flag}; " + (
-            f"there is {' and '.join(meant)}" if meant else f"{self.prog} --help lists all"
-        )
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]):
         if action.option_strings and arg_strings == ["--"]:  # argparse would take it for no value at all
@@ -78,9 +74,8 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str):
         flag = action.option_strings[-1] if action.option_strings else action.metavar or action.dest
         if not arg_string.strip() and action.dest not in FREE_TEXT:
-            raise ValueError(
-                f"{flag} is empty: is a variable of the shell not set? Leave the flag out, or give a value"
-            )
+            empty = f"{flag} is empty: is a variable of the shell not set?"
+            raise ValueError(f"{empty} Leave the flag out, or give a value")
         value = super()._get_value(action, arg_string)
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, float) and not math.isfinite(number):
@@ -105,15 +100,10 @@ def make_parser(
     one_of: Sequence[Sequence[str]] = (),
     positional: str = "",
 ) -> Parser:
-    """Return the parser of a command.
+    """Return the parser of a command, such as the `prog` "specdec generate".
 
-    Args:
-        prog: The name of the command, such as "specdec generate".
-        description: The text above the flags in --help, see `reflow`.
-        groups: Title -> names of flags; `name!` is required, and `name=VALUE` has another default.
-        own: Flags that differ from the table's.
-        one_of: Flags of which one is required.
-        positional: The name of the flag whose values come without it, if there is one.
+    groups: title -> names of flags; `name!` is required, and `name=VALUE` has another default. own: flags that differ
+    from the table's. one_of: flags of which one is required. positional: the flag whose values come without it.
     """
     parser = Parser(prog, description=description, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a group of its own takes three lines

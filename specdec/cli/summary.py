@@ -102,10 +102,8 @@ def print_summary(session: Session, s: dict) -> None:
     elif s["rounds_without_draft"]:
         print(f"rounds without a draft: {s['rounds_without_draft']} ({s['rounds_without_draft'] / s['rounds']:.0%})")
     if s["acceptance_by_depth"]:
-        print(
-            "accepted to depth, of all rounds: "
-            + "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1))
-        )
+        shares = "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1))
+        print(f"accepted to depth, of all rounds: {shares}")
     if s["drafter"]:
         print(_drafter(s["drafter"], session.target.config.layers))
     if s["verifier"] is not None:

@@ -220,11 +220,9 @@ class Ask(pydantic.create_model("Sampled", __base__=Body, **SAMPLING)):  # type:
         field = next((name for name in self.lengths if getattr(self, name) is not None), None)
         asked = getattr(self, field) if field else self.default or max(room - prompt, 1)
         if prompt + asked > room:
-            raise Refusal(
-                f"the prompt has {prompt} tokens and {asked} are asked for, but a text may have {room} here",
-                field if field and prompt < room else self.main,
-                code="context_length_exceeded",
-            )
+            wrong = f"the prompt has {prompt} tokens and {asked} are asked for, but a text may have {room} here"
+            at_fault = field if field and prompt < room else self.main
+            raise Refusal(wrong, at_fault, code="context_length_exceeded")
         return asked
 
 

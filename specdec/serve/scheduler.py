@@ -208,9 +208,9 @@ class Scheduler:
             self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
 
     def _next(self, joining: list[Job]) -> Job | None:
-        """Return the queued job that gets the next row; None if none may. Requests take turns.
+        """Return the queued job that gets the next row; None if none may.
 
-        So a request with many choices does not delay the others. The last free row goes to a request without a row.
+        Requests take turns, so one with many choices does not delay the others. The last free row is for a new request.
         """
         having = [job.request for job in (*self.running.values(), *joining)]
         allowed = self.queue

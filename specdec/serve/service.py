@@ -73,11 +73,8 @@ class Speculation:
 
     def _other(self, name: str, wanted: Any) -> Refusal:
         has = f"its tree is {self.tree}" if self.draft is not None else "it decodes plainly"
-        return Refusal(
-            f"{NAME}.{name} is {shown(wanted)}, which this server does not have: {has}, of which a request may "
-            "take fewer steps",
-            f"{NAME}.{name}",
-        )
+        wrong = f"{NAME}.{name} is {shown(wanted)}, which this server does not have"
+        return Refusal(f"{wrong}: {has}, of which a request may take fewer steps", f"{NAME}.{name}")
 
 
 class TokenizeAsk(Body):
@@ -142,10 +139,7 @@ class Service:
             raise Refusal(what, "model", status=404, code="model_not_found")
 
     def prepare(self, ask: Ask, grammar: Grammar | None, tell: Callable[[Delta], None]) -> Reply:
-        """Return the reply to a request, with a job for each choice, not yet submitted. `tell` gets all their deltas.
-
-        Raises `Refusal` if the request cannot be served.
-        """
+        """Return the reply to a request, with a job for each choice, not yet submitted. `tell` gets every delta."""
         self.check_model(ask.model)
         prompts = self._prompts(ask)
         if len(prompts) * ask.n > self.choices:

@@ -135,9 +135,7 @@ def make(text: str, part: Callable, base: type[Part], *given: Any, **settings: A
         made = part(*given, **settings)
     if not isinstance(made, base):
         kind, wanted = type(made).__name__, f"{base.__module__}.{base.__name__}"
-        raise ValueError(
-            f"{text} makes a {type(made).__name__}: it must make a {wanted}, so derive its class from that"
-        )
+        raise ValueError(f"{text} makes a {kind}: it must make a {wanted}, so derive its class from that")
     return made
 
 

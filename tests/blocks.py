@@ -45,9 +45,7 @@ class Block(NamedTuple):
 def blocks(page: Path) -> Iterator[Block]:
     """Yield the code blocks of a page in order."""
     text = page.read_text(encoding="utf-8")
-    for found in re.finditer(
-        r"^```(\w*) ?(.*)\n([\s\S]*?)^```$|((?:(?<=\n\n)|^)(?:(?: {4}.*)?\n)+)", text, re.MULTILINE
-    ):
+    for found in FENCED_OR_INDENTED.finditer(text):
         kind, where, fenced, indented = found.groups()
         if fenced is not None:
             yield Block(kind, where, fenced)

@@ -108,8 +108,6 @@ def test_wrong_settings_are_reported(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("hello\n")
     for words, message in (
-        (["--rate", "1", "--concurrency", "2"], "contradicts"),
-        (["--limit", "0"], "at least 1"),
         (["--range-ratio", "1"], "below 1"),
         (["--server", "http://127.0.0.1:1"], "does not tell its models"),
     ):

@@ -39,6 +39,9 @@ def test_responses_mark_the_tokens_that_were_drafted(pair, interval):
             assert not tokens[0]["drafted"], "the prefill's token"
             events = [event["choices"][0] for event in await server.stream(path, **body)]
             assert marked(events) == tokens
+            if interval is not None:
+                counts = [len(event["speculative"]["tokens"]) for event in events]
+                assert counts == [interval] * (40 // interval) + [1] * (40 % interval)
             assert events[-1]["speculative"]["rounds"] == reported["num_spec_steps"]
             rounds = [event["speculative"]["rounds"] for event in events]
             assert rounds == sorted(rounds)

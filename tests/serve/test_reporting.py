@@ -1,22 +1,16 @@
 """What a server reports in addition to the text, and what requests and flags change: acceptance, speculation, cached
-prompts, events of so many tokens, traces, time limits."""
+prompts, time limits."""
 
 import asyncio
-import json
 import re
 
 import pytest
-from clients import CHAT, HELLO, TEXT, content, serve, served, solo
-from helpers import main_of, run_here
+from clients import CHAT, HELLO, TEXT, serve, served, solo
 
 from specdec.engine.adaptive import Fixed
-from specdec.engine.recorder import Recorder
-from specdec.engine.trace_files import read_trace, write_trace
 from specdec.trees import DynamicTree
 from specdec.tuning.costs import Costs, Point
 from specdec.tuning.engines import kinds_of, make_policy
-
-metrics_main = main_of("trace metrics")
 
 
 @served(reporting={"acceptance": "detailed"})
@@ -43,24 +37,6 @@ async def test_acceptance_is_reported_as_vllm_does(server):
     assert "metrics" not in await server.post(CHAT, **body, n=2)
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-def test_events_of_so_many_tokens(pair, interval):
-    async def use(server):
-        body = {"prompt": "The quick", "max_tokens": 31, "temperature": 1.2, "seed": 4, "ignore_eos": True}
-        expected = solo(server.target, "The quick", 31, seed=(4, 0), temperature=1.2, eos=frozenset())
-        events = await server.stream(TEXT, **body, logprobs=0)
-        choices = [event["choices"][0] for event in events]
-        counts = [len(choice["logprobs"]["tokens"]) for choice in choices]
-        assert counts == [interval] * (31 // interval) + [31 % interval] * (31 % interval > 0)
-        assert content(events) == expected.text
-        logprobs = [x for choice in choices for x in choice["logprobs"]["token_logprobs"]]
-        assert logprobs == pytest.approx(expected.logprobs, abs=1e-4)
-        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
-        assert (await server.post(TEXT, **body))["choices"][0]["text"] == expected.text
-
-    serve(pair, use, reporting={"stream_interval": interval})
-
-
 @served(max_seconds=50)
 async def test_a_request_that_takes_too_long(server, monkeypatch):
     body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
@@ -80,24 +56,6 @@ async def test_a_request_that_takes_too_long(server, monkeypatch):
         events = await server.stream(TEXT, **body)
         assert events[-1]["error"]["message"] == "the request took more than 50 seconds"
     await server.post(TEXT, **body)
-
-
-def test_a_trace_of_what_was_served(pair, tmp_path):
-    recorder = Recorder({"flags": {}})
-
-    async def use(server):
-        bodies = [{"prompt": f"{i}", "max_tokens": 9 + i, "temperature": i % 2, "ignore_eos": True} for i in range(6)]
-        answers = await asyncio.gather(*(server.post(TEXT, **body) for body in bodies))
-        assert sorted(len(row.tokens) for row in recorder.trace.rows) == sorted(
-            answer["usage"]["completion_tokens"] for answer in answers
-        )
-
-    serve(pair, use, observer=recorder)
-    write_trace(recorder.trace, tmp_path / "trace")
-    assert [row.tokens for row in read_trace(tmp_path / "trace").rows] == [row.tokens for row in recorder.trace.rows]
-    done = run_here(metrics_main, str(tmp_path / "trace"), "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", ["survival:told", "ema", "off"])

@@ -16,7 +16,7 @@ LINKED = ("drafters", "trees", "training", "conf")  # folders that `specdec` lin
 # neighbours, which do not know each other.
 ROOMS = [
     ["specdec.ranks", "specdec.threads", "specdec.vocabulary", "specdec.schema", "specdec.own"],
-    ["specdec.cli.reading", "specdec.cli.signals"],
+    ["specdec.cli.reading"],
     ["specdec.cli.limits", "specdec.sampling_settings"],
     [
         "specdec.structs",

@@ -1,16 +1,91 @@
-"""How every command begins and ends: a user's mistake is one sentence on standard error and exit code 2."""
+"""How every command begins and ends: a mistake is one sentence and exit code 2; SIGTERM and SIGINT stop it."""
 
 import errno
 import functools
 import os
+import signal
 import sys
-from collections.abc import Callable
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from specdec.cli.signals import Terminated, terminable
-from specdec.ranks import GONE, first_to_end, world
+from specdec.ranks import GONE, first_to_end, largest, world
 
 OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF)  # without a file's name: files are written by `cli.files`
 OF_TORCH = ("DefaultCPUAllocator", "out of memory")  # in what torch says when there is not enough memory
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, raised as Ctrl-C is, so that the same clean-up code handles both."""
+
+
+class StopSignals:
+    """While open, the first SIGTERM or SIGINT is noted, and the command polls `asked` at safe points.
+
+    Later signals do nothing, because launchers send several; with `insist` the second one is raised. Processes with the
+    same rounds have `shared` signals: all of them stop after the same round.
+    """
+
+    def __init__(self, then: str = "finishing the step, then saving", insist: bool = False, shared: bool = False):
+        """then: what the command does after a signal, for its message."""
+        self.then, self.insist, self.shared = then, insist, shared
+        self.number: int | None = None  # of the first signal
+        self.agreed: int | None = None  # the signal that all processes know of
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked the command, or all of the processes, to stop."""
+        return (self.agreed if self.shared else self.number) is not None
+
+    @property
+    def code(self) -> int:
+        """The exit code of a process that a signal has ended, as shells have it: 130 or 143."""
+        return 128 + ((self.agreed if self.shared else self.number) or 0)
+
+    def meet(self, emitted: list[list[int]]) -> None:
+        """Called after each round with its tokens. Raises ValueError if not all processes have the same ones."""
+        if not self.shared:
+            return
+        state = zlib.crc32(repr(emitted).encode())
+        most, least, number = largest([state, -state, self.number or 0])
+        if most != -least:
+            raise ValueError("the processes that share the target have drawn different tokens: are their GPUs alike?")
+        self.agreed = number or None
+
+    def __enter__(self) -> "StopSignals":
+        """Install the handlers of SIGTERM and SIGINT."""
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_) -> None:
+        """Restore the handlers from before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame) -> None:
+        if self.asked and self.insist:
+            raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if not self.asked:
+            print(f"\n{signal.Signals(number).name}: {self.then}", file=sys.stderr)
+            self.number = number
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Raise `Terminated` for SIGTERM, unless somebody handles it already."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame) -> None:
+    raise Terminated
 
 
 def one_sentence_errors(main: Callable) -> Callable:

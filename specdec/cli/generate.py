@@ -9,10 +9,10 @@ from contextlib import nullcontext
 from io import TextIOWrapper
 
 from specdec import ranks
+from specdec.cli.errors import Terminated
 from specdec.cli.lock import only_writer
 from specdec.cli.screen import Screen, line_reader
 from specdec.cli.session import Session, run_prompts
-from specdec.cli.signals import Terminated
 from specdec.cli.summary import LOSSY, drafting, print_summary, summarise
 from specdec.model.names import called
 from specdec.text import clean, decode_row, encode_chat, read_prompts

@@ -12,10 +12,10 @@ from typing_extensions import override
 from specdec import ops, ranks
 from specdec.api import Generation, ModelSettings, Sampling, answer
 from specdec.children import kind_for
+from specdec.cli.errors import StopSignals
 from specdec.cli.parser import read_flags
 from specdec.cli.reading import parse_json, read_text
 from specdec.cli.screen import Screen
-from specdec.cli.signals import SharedSignals, StopSignals
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Observer, Observers, Reads, RoundReport
@@ -78,8 +78,7 @@ class Session:
         if args.compile and self.target.device.type == "cuda":
             ops.use("torch")  # Inductor makes its own of torch's operators
         shared = args.tp_plan is not None and ranks.world() > 1
-        signals = SharedSignals if shared else StopSignals
-        self.signals = signals("ending after this round; once more ends at once", insist=True)
+        self.signals = StopSignals("ending after this round; once more ends at once", insist=True, shared=shared)
         self.choice: Any = None  # a `Choice`, where a tree was chosen
         if self.drafter is not None and trees.automatic and args.adaptive is None:
             self._choose_tree(asked=trees.tree is not None)

@@ -34,8 +34,7 @@ import json, os, signal, sys
 from hydra import compose, initialize_config_dir
 from specdec import ranks
 from specdec.__main__ import main
-from specdec.cli.errors import one_sentence_errors
-from specdec.cli.signals import StopSignals
+from specdec.cli.errors import StopSignals, one_sentence_errors
 from specdec.training.loop import trainer
 from specdec.training.train import run
 conf, requests, runs, stopped = sys.argv[1], *map(json.loads, sys.argv[2:])

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec.cli.errors import StopSignals
 from specdec.cli.files import write_whole
-from specdec.cli.signals import StopSignals
 from specdec.contracts import Drafter
 from specdec.drafters.formats import save_drafter
 from specdec.model.language_model import LanguageModel

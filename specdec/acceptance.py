@@ -76,8 +76,7 @@ class AlongTexts:
     def tau(self, paths: Sequence[Sequence[int]], batch: int = 1) -> float:
         """Tokens a round of the static tree of these paths of ranks, had it drafted along the answers.
 
-        batch: number of answers of equal length that are decoded together. The batch runs until its slowest answer has
-        ended, so the largest number of rounds per token counts, averaged over all choices of answers.
+        batch: number of answers of equal length that are decoded together, until the slowest has ended; on average.
         """
         nodes = {"".join(DIGITS[rank] for rank in path) for path in paths}
 

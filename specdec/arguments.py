@@ -131,10 +131,7 @@ def as_verifier(verifier: Verifier | str) -> Verifier:
 def as_sampling(
     sampling: Sampling | list[Sampling] | None, words: Mapping[str, Any]
 ) -> Sampling | list[Sampling] | None:
-    """The sampling that is asked for, as it is or by the fields of `Sampling`.
-
-    Raises ValueError for both at once, for another field, and for a value of another type.
-    """
+    """The sampling as it is or by the fields of `Sampling`. Raises ValueError for both at once or a wrong field."""
     known = {f.name: f for f in fields(Sampling)}
     for name, value in words.items():
         if name not in known:

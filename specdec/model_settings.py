@@ -15,10 +15,7 @@ DEMO_TARGET, DEMO_DRAFTER = DEMO / "target", DEMO / "mtp"
 
 @dataclass(frozen=True)
 class ModelSettings:
-    """Which target and which drafter, and how they are loaded.
-
-    Command lines and settings files use the names, types and defaults of these fields.
-    """
+    """Which target and which drafter, and how they are loaded. Command lines and settings files use these fields."""
 
     target: str | None = None
     draft: str | None = None

@@ -48,7 +48,7 @@ def typed(kind: Any) -> Field:
 def parameters(call: Callable) -> tuple[dict[str, Field], bool]:
     """Return the named parameters of a class or function as fields of their types, and whether it takes other names.
 
-    Parameters without annotation may be anything. `**settings` of a class stands for the parameters of its bases.
+    `**settings` of a class stands for the parameters of its bases.
     """
     own = {f.name: f for f in fields(call)} if is_dataclass(call) else {}
     found: dict[str, Field] = {}

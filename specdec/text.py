@@ -99,10 +99,9 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def encode_prompt(target: LanguageModel, prompt: Prompt, raw: bool = False) -> list[int]:
-    """Return the ids of a prompt.
+    """Return the ids of a prompt: a user's message if there is a chat template and not `raw`, else a plain text.
 
-    A text is a user's message if the tokenizer has a chat template and not `raw`, else plain text. Messages are a
-    conversation, after which the assistant speaks. Ids stay as they are.
+    Messages are a conversation, after which the assistant speaks. Ids stay as they are.
     """
     if not isinstance(prompt, str):
         return _encode_parts(target, prompt)

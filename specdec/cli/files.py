@@ -113,10 +113,7 @@ def check_makeable(folder: Path) -> None:
 
 
 def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write a partial file next to `path`, and rename it to `path` when it is whole.
-
-    Raises ValueError if the disk does not take it; what was there before stays, and nothing else is left.
-    """
+    """Let `fill` write a partial file, renamed to `path` when it is whole. Raises ValueError; then nothing changes."""
     staging = partial_path(path)
     with _one_sentence(path), _removed_on_error(staging):
         fill(staging)
@@ -126,8 +123,7 @@ def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
 def keep(path: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` make a file or folder in a temporary folder, then move it to `path` when it is whole.
 
-    Several processes may make the same `path` at once, since they all make the same content. What a killed process left
-    is removed a day later. Raises ValueError if the disk does not take it; nothing else is left.
+    Several processes may make the same `path` at once. What a killed process left is removed a day later.
     """
     for leftover in path.parent.glob(f"{path.name}.*.partial"):
         with suppress(OSError):  # another process was faster
@@ -175,8 +171,7 @@ def check_replaceable(folder: Path, files: Collection[str], kind: str) -> None:
 def replace_folder(folder: Path, fill: Callable[[Path], object], files: Collection[str], kind: str) -> None:
     """Let `fill` write `files` into a folder next to `folder`, and rename that when it is whole.
 
-    Raises ValueError if the disk does not take it, or if the folder holds anything but `files`, which would be lost;
-    what was there before stays, and nothing else is left.
+    Raises ValueError if the disk does not take it, or if the folder holds anything but `files`; then nothing changes.
     """
     check_replaceable(folder, files, kind)
     staging, old = partial_path(folder), folder.with_name(folder.name + ".replaced")

@@ -20,10 +20,7 @@ from specdec.registry import CONF
 
 
 def start(name: str, command: Command, given: Sequence[str]) -> None:
-    """Run a command with the settings of its file in conf/ and of the command line.
-
-    The module of the command, and with it torch, is imported after the settings have been checked.
-    """
+    """Run a command with the settings of conf/ and the command line, checked before its module loads torch."""
     if {"-h", "--help"} & set(given[: given.index("--")] if "--" in given else given):
         print(help_text(name, command))
         return
@@ -58,10 +55,7 @@ def start(name: str, command: Command, given: Sequence[str]) -> None:
 
 
 def help_text(name: str, command: Command) -> str:
-    """What a command does, its groups of settings with their names, and its own settings as conf/CONFIG.yaml has them.
-
-    Hydra's own help prints every setting of every group, a hundred lines and more; `--cfg job` does so too.
-    """
+    """What a command does, its groups with their names, and its own settings; Hydra's help prints a hundred more."""
     groups, own = _sections((CONF / f"{command.conf}.yaml").read_text(encoding="utf-8"))
     lines = [f"usage: specdec {name} [NAME=VALUE | --NAME VALUE ...]", "", reflow(description(command), help_width())]
     lines += ["", "groups: GROUP=NAME takes conf/GROUP/NAME.yaml, GROUP.FIELD=VALUE changes one of its settings"]

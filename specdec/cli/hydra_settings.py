@@ -48,10 +48,9 @@ def check_settings(settings: Mapping[str, Any], config: str) -> None:
 
 
 def _check_targets(path: str, value: Any, deep: bool = False) -> None:
-    """Raise ValueError for an object that a configuration must not build.
+    """Raise ValueError for an object that a configuration must not build: Hydra would run anything, and early.
 
-    Only a group itself may name a class, and only one of ours or of the user's own files. Hydra would run anything, and
-    before the names of the settings are checked.
+    Only a group itself may name a class, and only one of ours or of the user's own files.
     """
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, part in inner:

@@ -100,10 +100,9 @@ def make_parser(
     one_of: Sequence[Sequence[str]] = (),
     positional: str = "",
 ) -> Parser:
-    """Return the parser of a command, such as the `prog` "specdec generate".
+    """Return the parser of a command. groups: title -> names; `name!` is required, `name=VALUE` has another default.
 
-    groups: title -> names of flags; `name!` is required, and `name=VALUE` has another default. own: flags that differ
-    from the table's. one_of: flags of which one is required. positional: the flag whose values come without it.
+    own: flags that differ from the table's. one_of: flags of which one is required. positional: has no flag.
     """
     parser = Parser(prog, description=description, formatter_class=HelpFormatter, add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)  # a group of its own takes three lines

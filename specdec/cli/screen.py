@@ -53,9 +53,8 @@ class Screen(Observer):
 
 
 def draw(tree: DraftTree, path: list[int], decode, row: int = 0) -> str:
-    """An ASCII drawing of the tree of one row.
+    """Draw the tree of one row: each node's text, the probability of its path, and a star if it was accepted.
 
-    A node shows its token's text, the probability of its path under the drafter, and a star if it was accepted.
     path: the accepted nodes. decode: maps a token id to text.
     """
     tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
@@ -84,8 +83,7 @@ def draw(tree: DraftTree, path: list[int], decode, row: int = 0) -> str:
 def line_reader() -> Callable[[str], str]:
     """What asks for a line, after a prompt, and raises EOFError at the end of input.
 
-    On a terminal prompt_toolkit edits the line if it is installed (pip install 'specdec[chat]'), else readline, as
-    Python's own prompt does. Elsewhere lines are read as they are.
+    On a terminal prompt_toolkit edits the line if it is installed, else readline. Elsewhere lines are read as they are.
     """
     if sys.stdin.isatty() and sys.stdout.isatty():
         try:

@@ -97,11 +97,10 @@ class Session:
             self.recorder = Recorder({"flags": flags} | describe(self.target, self.drafter, self.tree, self.verifier))
 
     def _choose_tree(self, asked: bool) -> None:
-        """Choose the tree that is fastest here, or none.
+        """Choose the tree that is fastest here, or none. Raises ValueError if none can be, and --tree auto was `asked`.
 
-        With --show-trees and without --tree auto, keep the default tree. On a CPU, a drafter without measured
-        acceptance drafts a chain, and a policy learns while it decodes how many of its levels pay. asked: --tree auto
-        was given, so raise ValueError where no tree can be chosen.
+        With --show-trees, keep the default tree. On a CPU, a drafter without measured acceptance drafts a chain, and a
+        policy learns while it decodes how many of its levels pay.
         """
         args = self.args
         if args.show_trees and not asked:

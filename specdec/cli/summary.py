@@ -23,11 +23,9 @@ def drafting(session: Session) -> str:
 
 
 def summarise(session: Session, decoded: Decoded) -> dict:
-    """Return the JSON object that `--json` prints.
+    """Return the JSON object that `--json` prints. A single prompt has its text as such, several have lists.
 
-    A single prompt has its text and tokens as such; several prompts have lists of them. After a signal, plain decoding
-    is compared up to the length of the shorter text. Of several passes the speeds are those of the pass with the median
-    ratio.
+    After a signal, plain decoding is compared up to the shorter text. Of several passes the speeds are the median's.
     """
     done, baseline = decoded.done, decoded.baseline
     total = merged(done)

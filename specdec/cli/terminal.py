@@ -30,10 +30,7 @@ def console(width: int | None = None, **how) -> Console:
 
 
 def print_table(screen: Console, table: Table, optional: Sequence[str] = ()) -> None:
-    """Print a table that is no wider than the console.
-
-    optional: headings of columns to leave out, the first ones first, where words would not fit into their columns.
-    """
+    """Print a table no wider than the console. optional: columns to leave out, first to last, until words fit."""
     left_out: list[str] = []
     for name in optional:
         if Measurement.get(screen, screen.options.update_width(10_000), table).minimum <= screen.width:

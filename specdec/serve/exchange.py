@@ -105,11 +105,7 @@ class Exchange:
             self.watch.cancel()
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events.
-
-        There is one event for each step that gives a choice tokens, or for every `Service.stream_interval` tokens, even
-        if their text is held back. An error is the last event before [DONE].
-        """
+        """Yield server-sent events: one a step, or every `Service.stream_interval` tokens. An error is the last one."""
         options = self.ask.stream_options or StreamOptions()
         try:
             async for choice, piece in self._pieces():

@@ -15,10 +15,9 @@ REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI call
 
 @dataclass
 class Delta:
-    """The result of one step for a job.
+    """The result of one step for a job. The last one has a `finish`: a sequence's, or 'error'.
 
-    The last one has a `finish`: a sequence's ('eos', 'stop', 'length', 'context', 'abort'), or 'error' with an HTTP
-    status and with a message in `error`, unless the grammar failed.
+    An error has an HTTP status, and a message unless the grammar failed.
     """
 
     job: "Job"

@@ -15,10 +15,9 @@ BY_TOKEN = ("tokens", "likely", "marks", "texts")  # lists of a `Delta`
 
 
 class Choice:
-    """One of the texts of a response, while it grows.
+    """One of the texts of a response, while it grows. It ends before a stop string, and its tokens with the string.
 
-    Its tokens end with the one that completes a stop string; its text ends before the string. A possible beginning of a
-    stop string, and an incomplete character, are held back.
+    A possible beginning of a stop string, and an incomplete character, are held back.
     """
 
     def __init__(self, index: int, job: Job, tokenizer, stops: list[str], marked: bool = False):

@@ -74,9 +74,8 @@ def hosts_of(args: argparse.Namespace) -> list[str]:
 def apart(make: Callable[..., Made], *args) -> Made:
     """`make(*args)` in a thread that then ends, and with it its OpenMP workers.
 
-    Each thread that computes has workers of its own. As soon as all of them are more than there are cores, libgomp lets
-    them sleep between two operators, and waking them makes a round of a small target twice as long. So the engine's
-    thread must be the only one that has any.
+    As soon as all threads have more workers than there are cores, libgomp lets them sleep between two operators, which
+    makes a round of a small target twice as long. So the engine's thread must be the only one that has any.
     """
     call = Call(make, *args)
     made = call.future.result()
@@ -121,10 +120,9 @@ def make_engine(args: argparse.Namespace) -> Engine:
 
 
 def tree_of(args: argparse.Namespace) -> Tree:
-    """Return the tree that the flags ask for.
+    """Return the tree that the flags ask for, by default a chain on a CPU, where each further node costs time.
 
-    Without such flags a CPU drafts a chain, since each further node costs time there (docs/results.md). The policy
-    `survival` instead chooses among all nodes of a tree.
+    The policy `survival` instead chooses among all nodes of a tree.
     """
     chooses = (args.adaptive or "").startswith(Survival.name)
     return CHAIN if left_to_cpu(args) and not chooses else read_flags(TreeSettings, args).make()
@@ -201,10 +199,9 @@ def closing_protocol() -> Any:
 
 
 def serve(app, listener: socket.socket, scheduler: "Scheduler", grace: float) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM. Running requests then have `grace` seconds to finish; the rest end with an error.
 
-    Then the server accepts no more requests. Running ones have `grace` seconds to finish; the rest end with an error. A
-    second signal ends these at once.
+    A second signal ends these at once.
     """
     import uvicorn
 

@@ -1,6 +1,5 @@
 """Chromium without a window, driven through a pipe: tests of pages need nothing but the program."""
 
-import base64
 import json
 import os
 import shutil
@@ -16,17 +15,10 @@ import pytest
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
 QUIET = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
     "--remote-debugging-pipe",
-]
+]  # fmt: skip
 
 
 class Browser:
@@ -80,17 +72,6 @@ class Browser:
             assert time.monotonic() < end, f"{script}: {self.run('document.body.innerText')}"
             time.sleep(0.02)
         return value
-
-    def size(self, width: int, height: int, dark: bool = False) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
-        )
-        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
-        self.call("Emulation.setEmulatedMedia", features=features)
-
-    def picture(self, path: Path, whole: bool = False) -> None:
-        data = self.call("Page.captureScreenshot", captureBeyondViewport=whole)["data"]
-        path.write_bytes(base64.b64decode(data))
 
 
 @contextmanager

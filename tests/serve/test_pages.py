@@ -126,7 +126,6 @@ def test_a_chat_in_a_browser(pair, tmp_path):
     expected = solo(pair[0], question, 40)
 
     def use(tab, url):
-        tab.size(1000, 700)
         tab.open(url)
         tab.until("at('model').textContent.startsWith('tiny, drafted by')")
         assert "3/3/9" in tab.run("at('tree').textContent")

@@ -112,7 +112,7 @@ COMMANDS = {
                        old={"drafts": "draft"}, conf="compare", words=OF_MEASURE),
     "sweep": Command("drafters and trees on a benchmark: one report", "lab.sweep.sweep_command", conf="sweep",
                      words=OF_MEASURE | {"prompts": "benchmark.path", "limit": "benchmark.limit"}),
-    "tune": Command("find the fastest setting of a pair on this machine; tune tree", "lab.tune_command", {
+    "tune": Command("find the fastest setting of a pair on this machine; tune tree", "lab.tune", {
         "models": f"{PAIR} token_map feedback",
         "what is decoded": f"prompts! limit=16 max_new_tokens=64 {SAMPLED} seed raw batch_size",
         "what is tried": "topk steps=8 num_draft_tokens tree tries repeats remeasure",
@@ -142,15 +142,15 @@ COMMANDS = {
         "out": "write the page here, as Markdown",
         "server": "its greedy texts are compared with this engine's plain ones",
     }, OF_SERVER),
-    "trace metrics": Command("every acceptance metric of a trace, with intervals", "lab.traces.metrics_command", {
+    "trace metrics": Command("every acceptance metric of a trace, with intervals", "lab.traces.metrics", {
         "options": "traces level resamples seed json",
     }, positional="traces"),
-    "trace diagnose": Command("why acceptance is low, in words", "lab.traces.diagnose_command", {
+    "trace diagnose": Command("why acceptance is low, in words", "lab.traces.diagnose", {
         "options": f"traces {PAIR} json",
     }, positional="traces"),
     "lab bench": Command("our engine against transformers, CTranslate2 and llama.cpp", "lab.bench.bench_command",
                          conf="bench", words=OF_MEASURE | {"limit": "questions"}),
-    "lab bench serve": Command("drive a server: throughput, latencies, acceptance", "lab.load.bench_serve", {
+    "lab bench serve": Command("drive a server: throughput, latencies, acceptance", "lab.bench.bench_serve", {
         "server": "server=http://127.0.0.1:8000 served_model_name api_key timeout",
         "requests": "prompts! limit=80 completions max_new_tokens=64 range_ratio ignore_eos temperature seed",
         "load": "concurrency rate warm_up",

@@ -14,9 +14,7 @@ import httpx2
 from clients import serve
 
 from specdec.cli.commands import parse
-from specdec.lab.load.bench_serve import measure, print_loads
-from specdec.lab.load.client import Answer, Asked, ask
-from specdec.lab.load.drive import figures_of, spread
+from specdec.lab.bench.bench_serve import Answer, Asked, ask, figures_of, measure, print_loads, spread
 
 main = main_of("lab bench serve")
 

@@ -106,9 +106,8 @@ class Ours(Contender):
         with self.operators():
             wait(self.engine.device)
             start = time.perf_counter()
-            result = self.engine.generate(
-                [prompt], max_new_tokens=new, sampling=sampling, seed=seed, eos=frozenset(), observer=marks
-            )
+            how: dict[str, Any] = {"sampling": sampling, "seed": seed, "eos": frozenset(), "observer": marks}
+            result = self.engine.generate([prompt], max_new_tokens=new, **how)
             seconds = time.perf_counter() - start
         steps = [now - before for before, now in pairwise(marks.times)]
         return TimedRun(result.rows[0].tokens, seconds, result.prefill_seconds, steps, marks.cache_bytes)
@@ -126,33 +125,22 @@ def torch_operators() -> Iterator[None]:
             ops.use(backend, name)
 
 
-def translated(sampling: Sampling, names: Mapping[str, str], engine: str) -> dict:
-    """Return the settings that are not off, under the engine's `names` for them.
+# The settings that transformers' `generate` has too, under the same names.
+SHARED = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
 
-    Raises:
-        NotAvailable: For settings that the engine does not have.
-    """
+
+def translated(sampling: Sampling, names: Mapping[str, str], engine: str) -> dict[str, Any]:
+    """Return the settings that are not off, under the engine's `names`. Raises NotAvailable if it lacks one."""
     if absent := sampling.active - set(names):
         raise NotAvailable(f"{engine} has no {' and no '.join(sorted(absent))} as it is meant here")
     return {names[name]: getattr(sampling, name) for name in sampling.active}
 
 
-# The settings that transformers' `generate` has too, under the same names.
-SHARED = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-
-
 class Transformers(Contender):
-    """`generate` of a model of transformers."""
+    """`generate` of a causal language model of transformers, whose EOS token is switched off."""
 
     def __init__(self, model: Any, attention: str = "sdpa", assistant: Any = None, **how):
-        """Wrap a model of transformers.
-
-        Args:
-            model: A causal language model; its EOS token is switched off.
-            attention: Attention implementation, "eager" or "sdpa".
-            assistant: Draft model for assisted generation.
-            **how: Further arguments of `generate`.
-        """
+        """attention: "eager" or "sdpa"; assistant: draft model; how: further arguments of `generate`."""
         self.model, self.attention, self.how = model, attention, how
         self.weights, self.drafts = weight_bytes(model), "prompt_lookup_num_tokens" in how or assistant is not None
         model.generation_config.eos_token_id = None
@@ -165,9 +153,7 @@ class Transformers(Contender):
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
         translated(sampling, SHARED, "transformers")
         names = ("repetition_penalty",) if sampling.greedy else SHARED  # they override the generation config
-        how: dict[str, Any] = (
-            {"do_sample": not sampling.greedy} | {name: getattr(sampling, name) for name in names} | self.how
-        )
+        how: dict[str, Any] = {name: getattr(sampling, name) for name in names} | self.how
         device = self.model.device
         ran: list[Any] = []
         self.model.set_attn_implementation(self.attention)
@@ -185,18 +171,19 @@ class Transformers(Contender):
 
         # A hook in a compiled model would be compiled too.
         hook = self.model.register_forward_hook(lambda *_: ran.append(True)) if self.drafts else None
-        how |= {"pad_token_id": 0, "stopping_criteria": [step], "return_dict_in_generate": True}
+        how |= {"do_sample": not sampling.greedy, "pad_token_id": 0, "stopping_criteria": [step]}
+        how |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
         try:
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **how)
+            out = self.model.generate(ids, max_new_tokens=new, **how)
         finally:
             if hook is not None:
                 hook.remove()
         wait(device)
         seconds = time.perf_counter() - start
-        times = [taken for _, taken in clock.intervals()]
+        first, *steps = (taken for _, taken in clock.intervals())
         layers = out.past_key_values.layers
         cache_bytes = size_of(x for layer in layers for x in (layer.keys, layer.values) if x is not None)
-        return TimedRun(out.sequences[0, len(prompt) :].tolist(), seconds, times[0], times[1:], cache_bytes)
+        return TimedRun(out.sequences[0, len(prompt) :].tolist(), seconds, first, steps, cache_bytes)
 
 
 def of_transformers_by_name(

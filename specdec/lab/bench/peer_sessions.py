@@ -38,9 +38,8 @@ def decode(request: dict) -> tuple[list[int], float, float, list[float]]:
     marks = _session(request)
     end = time.perf_counter()
     times = [when for when, tokens in marks for _ in tokens]
-    first = times[0] if times else end
     steps = [after - before for before, after in pairwise(times)]
-    return [token for _, tokens in marks for token in tokens], end - start, first - start, steps
+    return [token for _, tokens in marks for token in tokens], end - start, (times or [end])[0] - start, steps
 
 
 def ctranslate2_session(folder: str, **settings) -> Session:
@@ -61,8 +60,8 @@ def ctranslate2_session(folder: str, **settings) -> Session:
             marks.append((time.perf_counter(), [step.token_id]))
             return False  # do not stop
 
-        how = {"callback": note}
-        generator.generate_batch(include_prompt_in_result=False, end_token=[], **how, **request)
+        how = {"callback": note, "include_prompt_in_result": False, "end_token": []}
+        generator.generate_batch(**how, **request)
         return marks
 
     return session

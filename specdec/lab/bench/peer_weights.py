@@ -19,6 +19,14 @@ from specdec.model.loader import target_parameters
 from specdec.model.rope import Rope
 from specdec.model.target import SandwichBlock, Target
 
+# Fields of a GGUF file, as methods `add_NAME` of its writer -> fields of `ModelConfig`.
+GGUF_FIELDS = {
+    "vocab_size": "vocab", "context_length": "context", "embedding_length": "hidden", "block_count": "layers",
+    "feed_forward_length": "intermediate", "head_count": "heads", "head_count_kv": "kv_heads",
+    "key_length": "head_dim", "value_length": "head_dim", "rope_dimension_count": "head_dim",
+    "layer_norm_rms_eps": "eps",
+}  # fmt: skip
+
 
 def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
     """Write model.bin, vocabulary.json and config.json. kind: CTranslate2's name of the dtype."""
@@ -26,19 +34,11 @@ def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
 
     config = target.config
     activations = {"silu": common_spec.Activation.SWISH, "gelu_tanh": common_spec.Activation.GELUTanh}
-    spec = transformer_spec.TransformerDecoderModelSpec.from_config(
-        config.layers,
-        config.heads,
-        activation=activations[config.activation],
-        ffn_glu=True,
-        rms_norm=True,
-        rotary_dim=config.head_dim,
-        rotary_interleave=False,
-        num_heads_kv=None if config.kv_heads == config.heads else config.kv_heads,
-        head_dim=config.head_dim,
-        qk_norm=config.qk_norm,
-        pre_post_layer_norm=config.sandwich_norms,
-    )
+    how: dict[str, Any] = {"ffn_glu": True, "rms_norm": True, "activation": activations[config.activation]}
+    how |= {"rotary_dim": config.head_dim, "rotary_interleave": False, "head_dim": config.head_dim}
+    how |= {"num_heads_kv": None if config.kv_heads == config.heads else config.kv_heads}
+    how |= {"qk_norm": config.qk_norm, "pre_post_layer_norm": config.sandwich_norms}
+    spec = transformer_spec.TransformerDecoderModelSpec.from_config(config.layers, config.heads, **how)
     spec.decoder.scale_embeddings = config.embed_scale is not None  # by the root of the width, as Gemma's
     fill(target.embed, spec.decoder.embeddings)
     fill(target.head, spec.decoder.projection)
@@ -86,17 +86,19 @@ def attention_values(config: ModelConfig, layer: int) -> dict[str, np.generic]:
     """Return rope and scale of a layer's attention, under CTranslate2's names."""
     slides = bool(config.sliding) and config.sliding[layer]
     rope = config.local_rope if slides and config.local_rope else config.rope
-    values: dict[str, np.generic] = {"rotary_base": np.float32(rope.theta)}
+    values: dict[str, Any] = {"rotary_base": rope.theta}
     if config.attention_scale is not None:
-        values["queries_scale"] = np.float32(config.attention_scale)
+        values["queries_scale"] = config.attention_scale
     if rope.scaling != "default":
-        kind = {"linear": 0, "llama3": 2}[rope.scaling]  # of its enum RotaryScalingType
-        values |= {"rotary_scaling_type": np.int8(kind), "rotary_scaling_factor": np.float32(rope.factor)}
+        values["rotary_scaling_factor"] = rope.factor
     if rope.scaling == "llama3":
-        values["rotary_low_freq_factor"] = np.float32(rope.low_freq_factor)
-        values["rotary_high_freq_factor"] = np.float32(rope.high_freq_factor)
-        values["original_max_position_embeddings"] = np.int32(rope.original_context)
-    return values
+        values |= {"rotary_low_freq_factor": rope.low_freq_factor, "rotary_high_freq_factor": rope.high_freq_factor}
+    found: dict[str, np.generic] = {name: np.float32(value) for name, value in values.items()}
+    if rope.scaling != "default":
+        found["rotary_scaling_type"] = np.int8({"linear": 0, "llama3": 2}[rope.scaling])  # its enum RotaryScalingType
+    if rope.scaling == "llama3":
+        found["original_max_position_embeddings"] = np.int32(rope.original_context)
+    return found
 
 
 def write_gguf(
@@ -109,20 +111,7 @@ def write_gguf(
     import gguf
 
     config, rope, writer = target.config, target.config.rope, gguf.GGUFWriter(path, name, use_temp_file=True)
-    values: dict[str, Any] = {
-        "vocab_size": config.vocab,
-        "context_length": config.context,
-        "embedding_length": config.hidden,
-        "block_count": config.layers,
-        "feed_forward_length": config.intermediate,
-        "head_count": config.heads,
-        "head_count_kv": config.kv_heads,
-        "key_length": config.head_dim,
-        "value_length": config.head_dim,
-        "layer_norm_rms_eps": config.eps,
-        "rope_dimension_count": config.head_dim,
-        "rope_freq_base": rope.theta,
-    }
+    values = {field: getattr(config, own) for field, own in GGUF_FIELDS.items()} | {"rope_freq_base": rope.theta}
     if rope.scaling == "linear":
         values |= {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": rope.factor}
     if name == "gemma3" and config.window is not None and config.local_rope is not None:
@@ -136,12 +125,11 @@ def write_gguf(
         writer.add_token_list([f"<{token}>" for token in range(config.vocab)])
     kind = gguf.GGMLQuantizationType
     kinds = {torch.float32: kind.F32, torch.float16: kind.F16, torch.bfloat16: kind.BF16}
-    arch = next(arch for arch, known in gguf.MODEL_ARCH_NAMES.items() if known == name)
-    names = gguf.get_tensor_name_map(arch, config.layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.layers)
     for key, tensor in tensors(target, name):
         tensor = tensor.to(dtype if tensor.ndim > 1 else torch.float32).contiguous()
-        own = names.get_name(key, try_suffixes=(".weight", ".bias"))
-        writer.add_tensor(str(own), tensor.view(torch.uint8).numpy(), raw_dtype=kinds[tensor.dtype])
+        own = str(names.get_name(key, try_suffixes=(".weight", ".bias")))
+        writer.add_tensor(own, tensor.view(torch.uint8).numpy(), raw_dtype=kinds[tensor.dtype])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

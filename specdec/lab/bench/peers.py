@@ -27,6 +27,20 @@ from specdec.model.checkpoint import DTYPES
 from specdec.model.target import Target
 from specdec.structs import Sampling
 
+# The parts of a model, beyond Llama's plain block, that an engine is given. They are named as fields of `ModelConfig`;
+# a scaled rope is `rope.linear` or `rope.llama3`.
+BIASES = {"qkv_bias", "o_bias", "mlp_bias"}
+GEMMA = {"qk_norm", "norm_offset", "sandwich_norms", "activation", "embed_scale", "local_rope"}
+# Without windows: CTranslate2 limits the cache only, and within a longer prompt every token sees all.
+CTRANSLATE2 = BIASES | GEMMA | {"attention_scale", "rope.linear", "rope.llama3"}
+LLAMA_CPP = {  # by architecture
+    "llama": BIASES | {"rope.linear", "rope.llama3"},
+    "qwen2": {"qkv_bias", "rope.linear"},
+    "qwen3": {"qk_norm", "rope.linear"},
+    "gemma3": GEMMA | {"sliding", "window"},
+}
+CELLS = 256  # llama.cpp pads a context to a multiple of this many tokens
+
 
 class Peer(Contender):
     """Another engine on the target's weights, in `dtype`, with as many threads as torch has when it is made."""
@@ -55,13 +69,8 @@ class Peer(Contender):
 
     @classmethod
     def check(cls, config: ModelConfig, slots: int, known: set[str]) -> None:
-        """Raise NotAvailable for parts of a model, beyond Llama's plain block, that are not `known`.
-
-        Parts are named as fields of `ModelConfig`; a scaled rope is `rope.linear` or `rope.llama3`. A window that holds
-        all of the `slots` tokens is not a part.
-        """
-        optional = [f for f in fields(config) if f.default is not MISSING]
-        parts = {f.name for f in optional if getattr(config, f.name) != f.default}
+        """Raise NotAvailable for parts that are not `known`. A window that holds all of the `slots` tokens is none."""
+        parts = {f.name for f in fields(config) if f.default is not MISSING and getattr(config, f.name) != f.default}
         if config.window is None or config.window >= slots:
             parts -= {"sliding", "window"}
         if config.attention_scale == config.head_dim**-0.5:
@@ -75,20 +84,16 @@ class Peer(Contender):
         """Start a session in a new process, from a temporary folder that `fill` has filled."""
         how: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": peer_sessions.end_with_parent}
         self.process = ProcessPoolExecutor(1, **how)
-        try:
-            with TemporaryDirectory(prefix="specdec-bench-", ignore_cleanup_errors=True) as folder:
-                fill(Path(folder))
-                self.process.submit(peer_sessions.load, session, folder, settings).result()
-        except BaseException:
-            self.process.shutdown()
-            raise
+        with TemporaryDirectory(prefix="specdec-bench-", ignore_cleanup_errors=True) as folder:
+            fill(Path(folder))
+            self.process.submit(peer_sessions.load, session, folder, settings).result()
 
     def ask(self, request: dict, slots: int) -> TimedRun:
         """Decode, with a cache of `slots` tokens."""
-        done: Any = self.process.submit(peer_sessions.decode, request).result()
-        tokens, seconds, prefill_seconds, steps = done
-        return TimedRun(tokens, seconds, prefill_seconds, steps, slots * self.values * self.cache_dtype.itemsize)
+        done = self.process.submit(peer_sessions.decode, request).result()
+        return TimedRun(*done, slots * self.values * self.cache_dtype.itemsize)
 
+    @override
     def moved(self, target: Target, context: float) -> float:
         """As of `Contender`. Weights and cache count in the widths that this engine keeps them in."""
         weights = read_bytes(target, 0, packed=False)
@@ -103,13 +108,6 @@ class CTranslate2(Peer):
     """
 
     engine, modules = "CTranslate2", ("ctranslate2",)
-    # Without windows: CTranslate2 limits the cache only, and within a longer prompt every token sees all.
-    parts = {  # noqa: RUF012
-        "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_offset", "sandwich_norms", "activation", "attention_scale",
-        "embed_scale", "local_rope", "rope.linear", "rope.llama3",
-    }  # fmt: skip
-    # Its repetition penalty leaves out the prompt, so it is not among these.
-    names = {"temperature": "sampling_temperature", "top_k": "sampling_topk", "top_p": "sampling_topp"}  # noqa: RUF012
 
     def __init__(self, target: Target, slots: int, dtype: torch.dtype):
         """Load the target's weights. Raises NotAvailable if CTranslate2 does not support the model or the dtype."""
@@ -117,16 +115,16 @@ class CTranslate2(Peer):
         self.kind, there = str(dtype).removeprefix("torch."), self.module.get_supported_compute_types("cpu")
         if self.kind not in there:
             raise NotAvailable(f"CTranslate2 has no {self.kind} on this processor, it has {', '.join(sorted(there))}")
-        self.check(target.config, slots, self.parts)
+        self.check(target.config, slots, CTRANSLATE2)
         settings = {"compute_type": self.kind, "intra_threads": self.threads}
         self.load(partial(write_ctranslate2, target, self.kind), peer_sessions.ctranslate2_session, **settings)
 
     @override
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        how: dict[str, Any] = {"sampling_topk": 1 if sampling.greedy else 0} | translated(
-            sampling, self.names, self.engine
-        )
-        request: dict[str, Any] = {"start_tokens": [[str(token) for token in prompt]], "max_length": new} | how
+        # Its repetition penalty leaves out the prompt, so it is not among these.
+        names = {"temperature": "sampling_temperature", "top_k": "sampling_topk", "top_p": "sampling_topp"}
+        request = {"start_tokens": [[str(token) for token in prompt]], "max_length": new}
+        request |= {"sampling_topk": int(sampling.greedy)} | translated(sampling, names, self.engine)
         return self.ask(request, len(prompt) + new - 1)
 
     @override
@@ -141,26 +139,12 @@ class LlamaCpp(Peer):
     """
 
     engine, modules = "llama.cpp", ("xllamacpp", "gguf")
-    cells = 256  # it pads a context to a multiple of this many tokens
-    # Its architectures -> the parts of `ModelConfig` that each reads.
-    parts = {  # noqa: RUF012
-        "llama": {"qkv_bias", "o_bias", "mlp_bias", "rope.linear", "rope.llama3"},
-        "qwen2": {"qkv_bias", "rope.linear"},
-        "qwen3": {"qk_norm", "rope.linear"},
-        "gemma3": {"qk_norm", "norm_offset", "sandwich_norms", "activation", "embed_scale", "local_rope", "sliding",
-                   "window"},
-    }  # fmt: skip
-    names = SHARED | {"repetition_penalty": "repeat_penalty"}
-    request: dict[str, Any] = {  # noqa: RUF012
-        "stream": True, "cache_prompt": False, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
-        "samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"],  # transformers' order, which is ours
-    }  # fmt: skip
 
     def __init__(self, target: Target, slots: int, dtype: torch.dtype):
         """Load the target's weights. Raises NotAvailable if llama.cpp does not support the model."""
         super().__init__(target, slots, dtype)
         self.cache_dtype, name = torch.float16, self.architecture(target.config, slots)
-        self.slots += -slots % self.cells
+        self.slots += -slots % CELLS
 
         def fill(folder: Path) -> None:
             write_gguf(folder / peer_sessions.GGUF, target, name, dtype)
@@ -169,14 +153,10 @@ class LlamaCpp(Peer):
 
     @classmethod
     def architecture(cls, config: ModelConfig, slots: int) -> str:
-        """Return llama.cpp's name for models of this kind.
-
-        Raises:
-            NotAvailable: For a model with a part that llama.cpp does not read.
-        """
+        """Return llama.cpp's name for models of this kind. Raises NotAvailable for a part that it does not read."""
         qwen2 = config.qkv_bias and not config.o_bias
         name = "gemma3" if config.sandwich_norms else "qwen3" if config.qk_norm else "qwen2" if qwen2 else "llama"
-        cls.check(config, slots, cls.parts[name])
+        cls.check(config, slots, LLAMA_CPP[name])
         if name == "gemma3" and config.sliding != tuple((layer + 1) % 6 != 0 for layer in range(config.layers)):
             raise NotAvailable(
                 "in llama.cpp every sixth layer of a Gemma 3 sees all positions, and no other layer does"
@@ -185,8 +165,10 @@ class LlamaCpp(Peer):
 
     @override
     def __call__(self, prompt: list[int], new: int, sampling: Sampling, seed: int) -> TimedRun:
-        request = self.request | {"prompt": prompt, "max_tokens": new, "seed": seed, "repeat_last_n": self.slots}
-        request |= translated(sampling, self.names, self.engine)
+        samplers = ["penalties", "temperature", "top_k", "top_p", "min_p"]  # transformers' order, which is ours
+        request = {"prompt": prompt, "max_tokens": new, "seed": seed, "stream": True, "cache_prompt": False}
+        request |= {"samplers": samplers, "repeat_last_n": self.slots, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        request |= translated(sampling, SHARED | {"repetition_penalty": "repeat_penalty"}, self.engine)
         if sampling.greedy:
             request |= {"samplers": ["penalties", "top_k"], "top_k": 1}
         return self.ask(request, self.slots)

@@ -1,8 +1,14 @@
-"""Why a drafter is accepted as often as it is: numbers from traces, and a probe for what traces do not hold.
+"""Explain in words why acceptance is low.
 
-All results are plain JSON values; `None` means that there was no data.
+    specdec trace diagnose TRACE --target TARGET --draft DRAFT
+
+Reads a trace of `specdec generate --trace`: acceptance by depth and context, the draft vocabulary, and whether the
+drafter's probabilities are right. Then tests whether the checkpoint drafts better when it is read another way, as
+`specdec checkpoint check` does. Prints one line for each cause with what to do, the likely causes first.
 """
 
+import argparse
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -14,26 +20,37 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from specdec.cli.parser import read_flags
 from specdec.contracts import Drafter, DraftState
+from specdec.drafters.formats import check, verdict
+from specdec.drafters.formats.prompts import PROMPTS
 from specdec.engine.recorder import TracedRound, TracedRow
 from specdec.engine.report import RoundReport
-from specdec.lab.traces.metrics import Rows, bootstrap, entry, rounds_of, tau
+from specdec.engine.trace_files import read_trace
+from specdec.lab.output import stage
+from specdec.lab.traces.metrics import Rows, acceptance_by_depth, bootstrap, entry, rounds_of, tau
 from specdec.lab.wrapped import WrappedDrafter
+from specdec.model_settings import ModelSettings
 
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens; edges of the bins of `by_context`
 NATS = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0, math.inf)  # entropy; edges of the bins of `Probe.entropy`
 
+COVERED = 0.98  # of the target's tokens that a draft vocabulary should hold
+LOW, HIGH = 0.6, 0.5  # acceptance of the first token below this is low, and of the last level above this is high
+SHORTER = 0.8  # tau at long contexts, of that at short ones, below which the context matters
+OFF = 0.15  # expected calibration error that is large
+FEW = 200  # rounds of a bin of contexts that count
+PROBED = 6  # prompts of the check of the checkpoint
 
-# From traces
+# Numbers from traces, in plain JSON values; None: there was no data
 
 
 def calibration(rows: Rows, bins: int = 10) -> dict:
     """Compare the drafter's probabilities with its accuracy, over drafted tokens whose parent was accepted.
 
-    Returns {"bins": [{"draft", "accepted", "count"}], "error"}. Bins are of equal width in the probability under the
-    drafter: draft is its mean, accepted the share of tokens accepted. error is the expected calibration error (arXiv
-    1706.04599), the mean over tokens of |accepted - draft| of their bin. There are no bins if the tree policy has no
-    probabilities.
+    Returns {"bins": [{"draft", "accepted", "count"}], "error"}. Bins are of equal width in the drafter's probability:
+    draft is its mean, accepted the share of tokens accepted. error is the expected calibration error (arXiv
+    1706.04599), the mean over tokens of |accepted - draft| of their bin. Without probabilities there are no bins.
     """
     examined = [pair for row in rows for r in row.rounds if r.tree is not None for pair in _examined(r)]
     out = _binned("draft", examined, [*(i / bins for i in range(bins)), math.inf])
@@ -81,23 +98,17 @@ def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: i
         )
     missed = sorted(((token, n) for token, n in said.items() if not known[token]), key=lambda both: (-both[1], both[0]))
     lost = sum(count for _, count in missed)
-    return {
-        "share": 1 - lost / total if total else None,
-        "tokens": total,
-        "size": drafter.vocab.size,
-        "missed": [[decode(token), count] for token, count in missed[:most]],
-    }
+    known_share = 1 - lost / total if total else None
+    named = [[decode(token), count] for token, count in missed[:most]]
+    return {"share": known_share, "tokens": total, "size": drafter.vocab.size, "missed": named}
 
 
 def examples(rows: Rows, decode: Callable[[int], str]) -> list[dict]:
-    """Return up to three example rounds: the first with the most, the median and no accepted tokens.
+    """Return up to three rounds with drafted tokens: the first with the most, the median and no accepted tokens.
 
-    Only rounds with drafted tokens count.
-
-    Returns:
-        Dictionaries with "question", "context", "tokens", "parents", "draft", "target", "path" and "bonus". "draft" and
-            "target" hold each token's probability given its parent, under the drafter (None if the policy does not give
-            it) and under the target. "bonus" is the text of the token after the path, None if the text ended before.
+    Each has "question", "context", "tokens", "parents", "draft", "target", "path" and "bonus". "draft" and "target"
+    hold each token's probability given its parent, under the drafter (None if the policy does not give it) and the
+    target. "bonus" is the text of the token after the path, None if the text ended before.
     """
     found = [(row, r) for row in rows for r in row.rounds if r.drafted]
     counts = sorted(r.accepted for _, r in found)
@@ -180,13 +191,9 @@ class Probe(WrappedDrafter):
             self.hidden.setdefault(step, []).append(state.hidden[0].float().norm(dim=-1).flatten().cpu())
 
     def norms(self) -> list[dict]:
-        """Return norms of the hidden state by draft step.
+        """Return norms of the hidden state by step: "step", "mean", "low", "high" (10th, 90th percentile) and "count".
 
         A state that grows or shrinks with every step leaves the range seen in training.
-
-        Returns:
-            Dictionaries with "step", "mean", "low", "high" and "count"; low and high are the 10th and the 90th
-                percentile.
         """
         out = []
         for step, parts in sorted(self.hidden.items()):
@@ -196,14 +203,9 @@ class Probe(WrappedDrafter):
         return out
 
     def entropy(self) -> dict[str, list[dict]]:
-        """Return the acceptance rate by entropy in nats at temperature 1.
+        """Return acceptance by entropy in nats at temperature 1: bins of "entropy", "accepted" and "count".
 
-        The target's entropy is that at each position where the target chose the next token, the drafter's that at the
-        root.
-
-        Returns:
-            Lists of bins for "target" and "draft". A bin has "entropy", "accepted" and "count"; empty bins are left
-                out.
+        "target" has the target's entropy where it chose the next token, "draft" the drafter's at the root.
         """
         return {name: _binned("entropy", getattr(self, name), NATS) for name in ("target", "draft")}
 
@@ -223,3 +225,59 @@ def _binned(name: str, seen: list[tuple[float, bool]], edges: Sequence[float]) -
             mean, share = (sum(x) / len(group) for x in zip(*group, strict=True))
             out.append({name: mean, "accepted": share, "count": len(group)})
     return out
+
+
+# In words
+
+
+def causes(rows: Rows, drafter: Drafter, decode: Callable[[int], str]) -> list[str]:
+    """Return a sentence for each cause of low acceptance that a trace shows, with what to do."""
+    found, shares = [], acceptance_by_depth(rows)
+    known = coverage(rows, drafter, decode, most=5)
+    if known["share"] is not None and known["share"] < COVERED:
+        missed = ", ".join(repr(text) for text, _ in known["missed"])
+        found.append(
+            f"The draft vocabulary of {known['size']} tokens lacks {1 - known['share']:.1%} of the target's tokens, "
+            f"such as {missed}: train with a larger drafter.draft_vocab_size, or decode with another --token-map."
+        )
+    bins = [one for one in by_context(rows, resamples=20) if one["rounds"] >= FEW]
+    if len(bins) > 1 and bins[-1]["value"] < SHORTER * bins[0]["value"]:
+        found.append(
+            f"tau falls from {bins[0]['value']:.2f} to {bins[-1]['value']:.2f} beyond {bins[-1]['from']} tokens of "
+            "context: train on longer conversations (data.max_length)."
+        )
+    error = calibration(rows)["error"]
+    if error is not None and error > OFF:
+        found.append(
+            f"The drafter's probabilities are off by {error:.0%}, so a dynamic tree grows at the wrong places: use a "
+            "chain or a static tree (specdec tune tree), or train longer."
+        )
+    if shares and shares[0] < LOW:
+        found.append(
+            f"The first drafted token is accepted in {shares[0]:.0%} of the rounds: the drafter does not know these "
+            "texts. Train it further on the target's own answers to such prompts (`specdec data regenerate`, then "
+            "`specdec train --from DRAFT`)."
+        )
+    elif len(shares) > 1 and shares[-1] > HIGH:
+        found.append(f"{shares[-1]:.0%} of the rounds accept all {len(shares)} levels: draft deeper, --steps.")
+    return found
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `specdec trace diagnose`."""
+    rows = [row for folder in args.traces for row in read_trace(folder).rows]
+    models = read_flags(ModelSettings, args)
+    target = models.load_target()
+    found = causes(rows, models.load_drafter(target), lambda token: target.tokenizer.decode([token]))
+    if args.draft is not None and not args.draft.startswith("ngram"):
+        stage(f"reading {args.draft} in other ways, on {PROBED} prompts")
+        report = check.check(target, args.draft, PROMPTS[:PROBED], allow_nonfinite=args.allow_nonfinite)
+        if report.better_reading is not None:
+            found.insert(0, f"The checkpoint is read otherwise than it was trained. {verdict.verdict(report)}")
+    found = found or ["Nothing stands out: a larger drafter, more data or longer training may help."]
+    if args.json:
+        print(json.dumps({"tau": tau(rows), "acceptance_by_depth": acceptance_by_depth(rows), "causes": found}))
+        return
+    shares = "  ".join(f"{depth}: {share:.0%}" for depth, share in enumerate(acceptance_by_depth(rows), 1))
+    print(f"tau {tau(rows):.2f}; rounds that accepted at least so many drafted tokens: {shares}")
+    print("\n".join(f"- {sentence}" for sentence in found))

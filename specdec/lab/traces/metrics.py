@@ -1,34 +1,35 @@
-"""Every metric by name, computed from traces, with confidence intervals and by category.
+"""Print every metric of one or more traces."""
 
-Each function takes the rows of a trace (`specdec.engine.recorder.TracedRow`). It returns nan where it is not defined:
-without a round, without drafts, or on trees if it is defined for chains only. docs/metrics.md names the users of each.
-
-In the formulas a round accepts `a` drafted tokens before any cut at the end of the text, and adds `e` tokens to the
-text. Unless the end cuts it, e = a + 1: the bonus token counts.
-"""
-
+import argparse
 import inspect
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from rich.table import Table
 
+from specdec.cli.terminal import console
 from specdec.engine import traces
 from specdec.engine.recorder import TracedRow
+from specdec.engine.trace_files import read_trace
+from specdec.engine.traces import DEPTH_IN_WORDS
 
 Rows = Sequence[TracedRow]
 Interval = tuple[float, float]
 METRICS: dict[str, Callable[[Rows], float]] = {}
 BY_DEPTH: dict[str, Callable[[Rows], list[float]]] = {}
 
+# A metric takes the rows of a trace. It returns nan where it is not defined: without a round, without drafts, or on
+# trees if it is defined for chains only. docs/metrics.md names the users of each. In the formulas a round accepts `a`
+# drafted tokens before any cut at the end of the text, and adds `e` tokens to the text. Unless the end cuts it,
+# e = a + 1: the bonus token counts.
+
 
 def metric(function: Any) -> Any:
-    """Register a metric: summaries and tables show it under the function's name.
-
-    A function that is annotated to return a list has a value for each depth.
-    """
+    """Register a metric under the function's name. A function annotated to return a list has a value for each depth."""
     by_depth = inspect.get_annotations(function)["return"] == list[float]
     (BY_DEPTH if by_depth else METRICS)[function.__name__] = function
     return function
@@ -42,10 +43,7 @@ def tau(rows: Rows) -> float:
 
 @metric
 def tau_macro(rows: Rows) -> float:
-    """Return the mean over rows of each row's `tau`, so short answers weigh as much as long ones.
-
-    Rows without a round are left out.
-    """
+    """Return the mean of `tau` over the rows with a round, so short answers weigh as much as long ones."""
     return _mean([traces.tau([row.trace]) for row in rows if row.rounds])
 
 
@@ -62,19 +60,13 @@ def eagle_tau(rows: Rows) -> float:
 
 @metric
 def hass_tau(rows: Rows) -> float:
-    """Return the mean over rows of 1 + mean(a). HASS averages each question first (arXiv 2408.15766).
-
-    Rows without a round are left out.
-    """
+    """Return the mean of 1 + mean(a) over rows with a round. HASS averages each question first (arXiv 2408.15766)."""
     return _mean([1 + sum(row.trace.accepted) / row.trace.rounds for row in rows if row.rounds])
 
 
 @metric
 def vllm_mean_acceptance_length(rows: Rows) -> float:
-    """Return 1 + sum(a) / drafts, where a draft is a round with drafted tokens.
-
-    Tokens after the end of the text count. vLLM, `vllm/v1/spec_decode/metrics.py`.
-    """
+    """Return 1 + sum(a) / rounds with drafted tokens, those after the end too (`vllm/v1/spec_decode/metrics.py`)."""
     drafts = sum(row.drafting.rounds for row in rows)
     return 1 + _share(sum(sum(row.drafting.accepted) for row in rows), drafts)
 
@@ -102,10 +94,7 @@ def mtp_acceptance_rate(rows: Rows) -> float:
 
 @metric
 def draft_token_efficiency(rows: Rows) -> float:
-    """Return sum(a) / sum(N - 1), the share of drafted nodes that the target accepted.
-
-    For chains it is vLLM's draft acceptance rate (`vllm/v1/spec_decode/metrics.py`).
-    """
+    """Return sum(a) / sum(N - 1): for chains vLLM's draft acceptance rate (`vllm/v1/spec_decode/metrics.py`)."""
     return _share(sum(sum(row.trace.accepted) for row in rows), sum(sum(row.drafted) for row in rows))
 
 
@@ -127,19 +116,13 @@ def experts_per_verification(rows: Rows) -> float:
 
 @metric
 def acceptance_by_depth(rows: Rows) -> list[float]:
-    """For d = 1..D the share of rounds that accepted at least d drafted tokens, over all rounds. It never rises.
-
-    The one that all commands print and draw, see `specdec.engine.traces.acceptance_by_depth`.
-    """
+    """For d = 1..D the share of all rounds that accepted at least d drafted tokens; all commands print this one."""
     return _by_depth([row.trace for row in rows], _steps(rows))
 
 
 @metric
 def vllm_per_position_rates(rows: Rows) -> list[float]:
-    """Conditional: `acceptance_by_depth` over the rounds in which something was drafted.
-
-    vLLM, `num_accepted_tokens_per_pos / num_drafts`.
-    """
+    """`acceptance_by_depth` over rounds with drafted tokens: vLLM's `num_accepted_tokens_per_pos / num_drafts`."""
     return _by_depth([row.drafting for row in rows], _steps(rows))
 
 
@@ -184,23 +167,12 @@ def _mean(values: list[float]) -> float:
 
 def by_category(rows: Rows) -> dict[str, list[TracedRow]]:
     """The rows of each category, in order of appearance; those without one are left out."""
-    return {name: group for name, group in _grouped(rows, "category").items() if name is not None}
-
-
-def _grouped(rows: Rows, field: str) -> dict[str | None, list[TracedRow]]:
-    groups: dict[str | None, list[TracedRow]] = {}
-    for row in rows:
-        groups.setdefault(getattr(row, field), []).append(row)
-    return groups
+    names = dict.fromkeys(row.category for row in rows if row.category is not None)
+    return {name: [row for row in rows if row.category == name] for name in names}
 
 
 def bootstrap(
-    measure: Callable[[Rows], float | list[float]],
-    rows: Rows,
-    *,
-    level: float = 0.95,
-    resamples: int = 1000,
-    seed: int = 0,
+    measure: Callable[[Rows], Any], rows: Rows, *, level: float = 0.95, resamples: int = 1000, seed: int = 0
 ) -> list[Interval]:
     """Percentile intervals of a metric, one for each of its values (one for a number).
 
@@ -212,7 +184,10 @@ def bootstrap(
         raise ValueError(f"the level of an interval must lie between 0 and 1, got {level}")
     if resamples < 1:
         raise ValueError(f"resamples must be at least 1, got {resamples}")
-    questions = list(_grouped(rows, "question").values())
+    by_question: dict[str, list[TracedRow]] = {}
+    for row in rows:
+        by_question.setdefault(row.question, []).append(row)
+    questions = list(by_question.values())
     count = len(_as_list(measure(rows)))
     if len(questions) < 2 or not count:  # a plain decoding has no depth
         return [(math.nan, math.nan)] * count
@@ -236,9 +211,8 @@ def summary(rows: Rows, **how) -> dict:
 
     how: settings of `bootstrap`. What is not defined is None, as JSON has no nan.
     """
-    return _measure(rows, **how) | {
-        "by_category": {c: _measure(group, **how) for c, group in by_category(rows).items()}
-    }
+    categories = {name: _measure(group, **how) for name, group in by_category(rows).items()}
+    return _measure(rows, **how) | {"by_category": categories}
 
 
 def _measure(rows: Rows, **how) -> dict:
@@ -259,3 +233,41 @@ def entry(value: float, low: float, high: float) -> dict[str, float | None]:
     """A value and its interval as JSON has them: None where it is nan."""
     named = {"value": value, "low": low, "high": high}
     return {key: None if math.isnan(number) else number for key, number in named.items()}
+
+
+def tables(summaries: dict[str, dict]) -> list[Table]:
+    """Tables of summaries by name: the metrics, the metrics by depth, and tau by category where there are any."""
+    count = "\n".join(f"{name}: {s['questions']} questions, {s['rounds']} rounds" for name, s in summaries.items())
+    scalar = Table("metric", *summaries, title="metrics", caption=count)
+    for name in METRICS:
+        scalar.add_row(name, *(_cell(s["metrics"][name]) for s in summaries.values()))
+    deep = Table("metric", "depth", *summaries, title="by depth", caption=f"acceptance_by_depth: {DEPTH_IN_WORDS}")
+    for name in BY_DEPTH:
+        columns = [s["by_depth"][name] for s in summaries.values()]
+        for d in range(max(map(len, columns))):
+            cells = [_cell(column[d]) if d < len(column) else "-" for column in columns]
+            deep.add_row(name if d == 0 else "", str(d + 1), *cells)
+    categories = list(dict.fromkeys(name for s in summaries.values() for name in s["by_category"]))
+    grouped = Table("category", *summaries, title="tau by category")
+    for category in categories:
+        found = [s["by_category"].get(category) for s in summaries.values()]
+        grouped.add_row(category, *(_cell(f["metrics"]["tau"]) if f else "-" for f in found))
+    return [scalar, deep, *([grouped] if categories else [])]
+
+
+def _cell(entry: dict[str, float | None]) -> str:
+    if entry["value"] is None:
+        return "-"
+    between = "" if entry["low"] is None else f" [{entry['low']:.3f}, {entry['high']:.3f}]"
+    return f"{entry['value']:.3f}{between}"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `specdec trace metrics`."""
+    how = {"level": args.level, "resamples": args.resamples, "seed": args.seed}
+    summaries = {str(folder): summary(read_trace(folder).rows, **how) for folder in args.traces}
+    if args.json:
+        print(json.dumps(summaries))
+        return
+    for table in tables(summaries):
+        console(160).print(table)

@@ -1,1 +1,0 @@
-"""Servers and policies under load: a client that measures, and a simulation of what another choice would have given."""

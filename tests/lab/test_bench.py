@@ -9,9 +9,9 @@ from helpers import main_of, refused, run_here, save_hf, tiny_drafter, tiny_targ
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench.bench import Bench, Configuration, random_prompts, text_prompts
+from specdec.lab.bench.bench_command import print_rows, remarks
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
-from specdec.lab.bench.simulated_tau import MARK, SimulatedTau
-from specdec.lab.bench.table import print_rows, remarks
+from specdec.lab.bench.random_weights import MARK, SimulatedTau
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.trees import Chain

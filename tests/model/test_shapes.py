@@ -7,7 +7,7 @@ import torch
 from omegaconf import OmegaConf
 
 from specdec.engine.engine import Engine
-from specdec.lab.bench.shapes import random_head, random_target, random_transformers
+from specdec.lab.bench.random_weights import random_head, random_target, random_transformers
 from specdec.model.archs import read_config
 from specdec.model.target import Target
 from specdec.trees import Chain

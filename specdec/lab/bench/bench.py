@@ -8,7 +8,6 @@ fit or exceeds the budget has a row with the reason.
 
 import statistics
 import time
-from collections import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -18,8 +17,7 @@ import torch
 
 from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun
 from specdec.lab.bench.memory import PeakMemory
-from specdec.lab.bench.same_texts import compare_texts
-from specdec.lab.bench.simulated_tau import MARK
+from specdec.lab.bench.random_weights import MARK
 from specdec.lab.output import sentence
 from specdec.model.language_model import LanguageModel
 from specdec.structs import Sampling
@@ -36,19 +34,9 @@ class Configuration:
     new: int
     sampling: dict = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Raise ValueError unless `prompt` and `new` are positive integers."""
-        for what in ("prompt", "new"):
-            value = getattr(self, what)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"configurations.{self.name}.{what} must be a positive whole number, got {value!r}")
-
 
 def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[Configuration]:
-    """Return the chosen configurations by their names.
-
-    Raises ValueError for a name that is not known, and for a field that there is not.
-    """
+    """Return the chosen configurations. Raises ValueError for a name or field that there is not, or a wrong number."""
     out = []
     for name in chosen:
         if name not in known:
@@ -57,6 +45,10 @@ def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[C
             out.append(Configuration(name, **known[name]))
         except TypeError as error:
             raise ValueError(f"configurations.{name}: {str(error).removeprefix('Configuration.__init__() ')}") from None
+        for what in ("prompt", "new"):
+            value = getattr(out[-1], what)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"configurations.{name}.{what} must be a positive whole number, got {value!r}")
     return out
 
 
@@ -131,68 +123,47 @@ class Bench:
                 raise ValueError(f"{need} tokens are needed, the target's context holds {context}")
         except ValueError as error:
             return [{"configuration": configuration.name, "contender": "all", "skipped": str(error)}]
-        end = self._share(self.deadline, self.left)
+        end = _share(self.deadline, self.left)
         self.left -= 1
         for number, name in enumerate(self.contenders):
-            self.limit = self._share(end, len(self.contenders) - number)
-            self._attempt(name, self._warm_up)
-            self._attempt(name, self._trial)
-            self.save(list(self._summarised().values()))
+            self.limit = _share(end, len(self.contenders) - number)
+            self._attempt(name)
         self.limit = end
         for _ in range(1, self.trials):
             for name in list(self.runs):
-                self._attempt(name, self._trial)
-                self.save(list(self._summarised().values()))
+                self._attempt(name)
         summary = self._summarised()
         if "plain" in self.runs and self.sampling.greedy:
             self._compare_texts(summary)
         return list(summary.values())
 
-    def _share(self, end: float, parts: int) -> float:
-        """Return when the first of so many equal parts of the time until `end` is over."""
-        now = time.monotonic()
-        return now + max(end - now, 0.0) / max(parts, 1)
+    def _attempt(self, name: str) -> None:
+        """Give a contender a trial, after its warm-up if it is the first, and save all rows.
 
-    def _summarised(self) -> dict[str, dict]:
-        """Return the rows with what the trials so far say."""
-        summary = {name: dict(row) for name, row in self.rows.items()}
-        measured = [name for name, trials in self.runs.items() if trials]
-        for name in measured:
-            summary[name] |= self._summary(name)
-            texts, wanted = summary[name]["texts"], summary[name].pop("texts_wanted")
-            if texts < wanted and self.budget is not None:
-                summary[name]["cut"] = f"{texts} of {wanted} texts within the budget of {self.budget:g} s"
-        self._compare(summary, measured)
-        return summary
-
-    def _attempt(self, name: str, what: Callable[[str], None]) -> None:
-        """Call `what` for a contender unless its time is up, and record an error in the contender's row.
-
-        Each contender gets one trial after its warm-up, even if the time is up by then.
+        Nothing begins after the deadline, and no further trial after the limit. An error is recorded in the row.
         """
-        row = self.rows[name]
-        if "failed" in row or "skipped" in row:
-            return
-        now = time.monotonic()
-        if "trials" not in row and now > self.deadline:
-            row["skipped"] = f"the budget of {self.budget:g} s is used up"
-        if "skipped" in row or (row.get("trials") and now > self.limit):
-            return
+        row, now = self.rows[name], time.monotonic()
         try:
-            what(name)
+            if name not in self.runs:
+                if now > self.deadline:
+                    raise NotAvailable(f"the budget of {self.budget:g} s is used up")
+                self._warm_up(name)
+            if not self.runs[name] or now <= self.limit:
+                self._trial(name)
         except NotAvailable as error:
             row["skipped"] = str(error)
         except Exception as error:  # a benchmark reports a contender's failure and continues
             row["failed"] = sentence(error)
         if "failed" in row or "skipped" in row:
             self.runs.pop(name, None)
+        self.save(list(self._summarised().values()))
 
     def _warm_up(self, name: str) -> None:
         self.progress(f"{self.configuration.name}: {name} warms up")
         start = time.monotonic()
         if name not in self.made:
             self.made[name] = self.contenders[name]()
-        half = self._share(self.limit, 2)
+        half = _share(self.limit, 2)
         for number in range(self.warmups):
             if number and time.monotonic() > half:
                 break
@@ -217,26 +188,44 @@ class Bench:
         on_gpu = self.target.device.type == "cuda"
         row["peak_bytes"] = max(row.get("peak_bytes", 0), peak.bytes + (contender.weights if on_gpu else 0))
         row["trials"] += 1
-        row["texts_wanted"] = self.trials * len(prompts)
+        self.wanted = self.trials * len(prompts)
         self.runs[name].append(runs)
 
+    def _summarised(self) -> dict[str, dict]:
+        """Return the rows with what the trials so far say, and speeds relative to plain and to transformers."""
+        summary = {name: dict(row) for name, row in self.rows.items()}
+        measured = [name for name, trials in self.runs.items() if trials]
+        for name in measured:
+            summary[name] |= self._summary(name)
+        speed = {name: summary[name]["tokens_per_second"] for name in measured}
+        others = {name: r for name, r in speed.items() if not (self._own(name) or self._accidental(name))}
+        best = max(others, key=others.__getitem__) if others else None
+        for name, rate in speed.items():
+            if best is not None:
+                summary[name] |= {"to_transformers": rate / others[best], "fastest_of_transformers": best}
+            if "plain" in speed:
+                summary[name]["to_plain"] = rate / speed["plain"]
+        return summary
+
     def _summary(self, name: str) -> dict:
-        trials, configuration = self.runs[name], self.configuration
+        trials, configuration, contender = self.runs[name], self.configuration, self.made[name]
         runs = [run for trial in trials for run in trial]
         steps = [seconds for run in runs for seconds in run.steps]
         first = statistics.median(run.prefill_seconds for run in runs)
+        rates = [sum(len(run.tokens) for run in trial) / sum(run.seconds for run in trial) for trial in trials]
         out = {
             "texts": len(runs),
-            "tokens_per_second": _median_rate(trials, lambda run: len(run.tokens), lambda run: run.seconds),
+            "tokens_per_second": statistics.median(rates),
             "prefill_tokens_per_second": configuration.prompt / first,
             "time_to_first_token_ms": 1e3 * first,
             "cache_bytes": max(run.cache_bytes for run in runs),
-            "weight_bytes": self.made[name].weights,
-            **self.made[name].details(),
+            "weight_bytes": contender.weights,
+            **contender.details(),
         }
         if steps:
-            rate = _median_rate(trials, lambda run: len(run.tokens) - 1, lambda run: sum(run.steps))
-            moved = self.made[name].moved(self.target, configuration.prompt + configuration.new / 2)
+            rates = [sum(len(run.tokens) - 1 for run in t) / sum(sum(run.steps) for run in t) for t in trials]
+            rate = statistics.median(rates)
+            moved = contender.moved(self.target, configuration.prompt + configuration.new / 2)
             p50, p95 = np.percentile(steps, [50, 95])
             out |= {
                 "decode_tokens_per_second": rate,
@@ -248,6 +237,8 @@ class Bench:
             out["simulated"] = True
         elif self._accidental(name):
             out["note"] = "random weights: what is accepted means nothing"
+        if len(runs) < self.wanted and self.budget is not None:
+            out["cut"] = f"{len(runs)} of {self.wanted} texts within the budget of {self.budget:g} s"
         return out
 
     def _accidental(self, name: str) -> bool:
@@ -256,17 +247,6 @@ class Bench:
     def _own(self, name: str) -> bool:
         """Whether it has the target's own weights."""
         return self.made[name].ours or self.made[name].peer
-
-    def _compare(self, rows: dict[str, dict], measured: abc.Collection[str]) -> None:
-        """Compare speeds with our plain decoding and with the fastest of transformers."""
-        speed = {name: rows[name]["tokens_per_second"] for name in measured}
-        others = {name: r for name, r in speed.items() if not (self._own(name) or self._accidental(name))}
-        best = max(others, key=others.__getitem__) if others else None
-        for name, rate in speed.items():
-            if best is not None:
-                rows[name] |= {"to_transformers": rate / others[best], "fastest_of_transformers": best}
-            if "plain" in speed:
-                rows[name]["to_plain"] = rate / speed["plain"]
 
     def _compare_texts(self, rows: dict) -> None:
         """Compare greedy texts with those of our plain decoding."""
@@ -281,7 +261,40 @@ class Bench:
             rows[name] |= compare_texts(self.target, texts, gaps=not self.sampling.penalised)
 
 
-def _median_rate(
-    trials: list[list[TimedRun]], count: Callable[[TimedRun], int], seconds: Callable[[TimedRun], float]
-) -> float:
-    return statistics.median(sum(map(count, trial)) / sum(map(seconds, trial)) for trial in trials)
+def _share(end: float, parts: int) -> float:
+    """Return when the first of so many equal parts of the time until `end` is over."""
+    now = time.monotonic()
+    return now + max(end - now, 0.0) / max(parts, 1)
+
+
+def compare_texts(target, texts: Sequence[tuple[list[int], list[int], list[int]]], gaps: bool = True) -> dict:
+    """Return how many texts are the same as plain decoding's, and where each other one differs first.
+
+    texts: prompt, a contender's text and plain decoding's. gaps: also report the target's logit gap there, before any
+    penalty. Sums in another order change a text where two logits are nearly equal. A large gap says that the contender
+    computes something else.
+    """
+    differences = []
+    for number, (prompt, mine, plain) in enumerate(texts):
+        at = next((i for i, (a, b) in enumerate(zip(mine, plain, strict=True)) if a != b), None)
+        if at is not None:
+            gap = {"logit_gap": logit_gap(target, prompt + plain[:at], plain[at], mine[at])} if gaps else {}
+            differences.append({"text": number, "token": at} | gap)
+    same = {"same_text_as_plain": f"{len(texts) - len(differences)} of {len(texts)}"}
+    if not differences:
+        return same
+    earliest = min(difference["token"] for difference in differences)
+    words = f"{len(differences)} of {len(texts)} texts differ from plain decoding's, the earliest at token {earliest}"
+    if gaps:
+        found = [difference["logit_gap"] for difference in differences]
+        words += f"; the target's logits are {min(found):.2g} to {max(found):.2g} apart there"
+    return same | {"differences": differences, "differs": words}
+
+
+@torch.inference_mode()
+def logit_gap(target, tokens: list[int], token: int, other: int) -> float:
+    """Return how much higher the target's logit of `token` is than that of `other`, after these tokens."""
+    ids = torch.tensor([tokens], device=target.device)
+    last = torch.tensor([len(tokens) - 1], device=target.device)
+    logits, _ = target(ids, target.new_cache(1, len(tokens)), last=last, prefill=True)
+    return (logits[0, 0, token] - logits[0, 0, other]).item()

@@ -10,22 +10,24 @@ explains the numbers, `--cfg job` prints every setting.
 
 import json
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
+from rich.table import Table
+from rich.text import Text
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.files import check_writable
+from specdec.cli.terminal import console, print_table
 from specdec.lab.bench.bench import Bench, random_prompts, read_configurations, text_prompts
-from specdec.lab.bench.contenders import Contender, Ours, of_transformers_by_name
+from specdec.lab.bench.contenders import Ours, of_transformers_by_name
 from specdec.lab.bench.memory import bandwidth
 from specdec.lab.bench.peers import peers_by_name
-from specdec.lab.bench.shapes import random_head, random_target, random_transformers
-from specdec.lab.bench.simulated_tau import MARK, SimulatedTau
-from specdec.lab.bench.table import print_rows
+from specdec.lab.bench.random_weights import MARK, SimulatedTau, random_head, random_target, random_transformers
 from specdec.lab.machine import provenance
 from specdec.lab.output import write_json
 from specdec.machine import matmul_precision, set_matmul_precision
@@ -37,6 +39,28 @@ from specdec.trees.spec import tree_of_settings
 from specdec.verify import sample_and_match
 
 OF_WEIGHTS = ("assistant", "token_map", "draft_dtype")  # settings that random weights in a shape do not have
+
+
+def number(name: str, form: str) -> Callable[[dict], str]:
+    """Return a function that formats a row's entry `name`, or returns '' if the row lacks it."""
+    return lambda row: format(row[name], form) if name in row else ""
+
+
+COLUMNS: dict[str, Callable[[dict], str]] = {
+    "": lambda row: f"  {row['contender']}{' *' * ('note' in row)}",
+    "tokens/s": number("tokens_per_second", ".1f"),
+    "decoding": number("decode_tokens_per_second", ".1f"),
+    "step ms: P50, P95": lambda row: "{p50:.2f}, {p95:.2f}".format(**row["step_ms"]) if "step_ms" in row else "",
+    "tokens a step": number("tokens_per_step", ".2f"),
+    "first token ms": number("time_to_first_token_ms", ".1f"),
+    "cache, peak MiB": lambda row: f"{row['cache_bytes'] / 2**20:.1f}, {row['peak_bytes'] / 2**20:.0f}",
+    "of bandwidth": number("share_of_bandwidth", ".0%"),
+    "to plain": number("to_plain", ".2f"),
+    "to transformers": number("to_transformers", ".2f"),
+    "same text": lambda row: row.get("same_text_as_plain", ""),
+}
+
+OPTIONAL = ("of bandwidth", "cache, peak MiB", "first token ms", "step ms: P50, P95", "decoding", "tokens a step")
 
 
 def load_pair(settings: dict, device: torch.device) -> tuple:
@@ -64,24 +88,24 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     if isinstance(verifier, SimulatedTau):
         verifier.check(tree.steps)
 
-    @cache
-    def model() -> torch.nn.Module:
-        if shape is not None:
-            return random_transformers(shape["config"], target.dtype, target.device)
-        return of_checkpoint(target.name)
-
     def of_checkpoint(path: str) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(resolve(path), dtype=target.dtype).to(target.device).eval()
 
+    @cache
+    def model() -> torch.nn.Module:
+        random = shape is not None
+        return (
+            random_transformers(shape["config"], target.dtype, target.device) if random else of_checkpoint(target.name)
+        )
+
     assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
     known = of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
-    for prefix, compiled in (("compiled-", True), ("", False)):
-        ours: dict[str, Any] = {"plain": (), "speculative": (make_drafter, tree, verifier)}
+    for prefix, how in (("compiled-", {"compiled": True}), ("", {})):
         known = {
-            prefix + name: lambda parts=parts, compiled=compiled: make_ours(target, compiled, *parts)
-            for name, parts in ours.items()
+            f"{prefix}plain": partial(Ours, target, **how),
+            f"{prefix}speculative": lambda how=how: Ours(target, make_drafter(), tree, verifier, **how),
         } | known
     names = settings["suite"]["contenders"]
     for name in names:
@@ -91,17 +115,8 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     return {name + simulated * name.endswith("speculative"): known[name] for name in names}
 
 
-def make_ours(target, compiled: bool, make_drafter=None, tree=None, verifier=sample_and_match) -> Contender:
-    """Make a contender that decodes with this project's engine, speculatively if `make_drafter` is given."""
-    return Ours(target, make_drafter and make_drafter(), tree, verifier, compiled)
-
-
 def make_prompts(settings: dict, target):
-    """Return the prompts: random tokens for a shape, else the encoded texts of the prompt file.
-
-    Raises:
-        ValueError: If `questions` is not a positive integer, or trained weights come without a prompt file.
-    """
+    """Return random tokens for a shape, else the encoded texts of the prompt file. Raises ValueError without one."""
     questions = settings["questions"]
     if not isinstance(questions, int) or questions < 1:
         raise ValueError(f"questions must be at least 1, got {questions}")
@@ -109,8 +124,7 @@ def make_prompts(settings: dict, target):
         return random_prompts(target.vocab, questions, settings["seed"])
     if settings["prompts"] is None:
         raise ValueError("trained weights need text to decode: give prompts=FILE, or a shape= with random weights")
-    texts = read_prompts(Path(settings["prompts"]))
-    return text_prompts([encode_prompt(target, text) for text in texts], questions)
+    return text_prompts([encode_prompt(target, text) for text in read_prompts(Path(settings["prompts"]))], questions)
 
 
 def title_of(settings: dict, target) -> str:
@@ -121,6 +135,37 @@ def title_of(settings: dict, target) -> str:
     if settings["simulate_tau"] is not None:
         words.insert(0, f"{MARK} tau {settings['simulate_tau']:g}")
     return ", ".join(words)
+
+
+def print_rows(rows: list[dict], title: str) -> None:
+    """Print the rows by configuration; below the table, what was skipped or failed, and why."""
+    table = Table(title=title, caption="tokens/s: end to end; decoding: without prompt and first token")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column else "left", no_wrap=not column)
+    before = None
+    for row in rows:
+        if row["configuration"] != before:
+            before = row["configuration"]
+            table.add_section()
+            table.add_row(Text(before, "bold"))
+        if "tokens_per_second" in row:
+            table.add_row(*(cell(row) for cell in COLUMNS.values()))
+        else:
+            table.add_row(f"  {row['contender']}", "failed" if "failed" in row else "skipped")
+    screen = console(170)
+    print_table(screen, table, OPTIONAL)
+    for remark, where in remarks(rows).items():
+        screen.print(f"{remark} ({', '.join(where)})", highlight=False)
+
+
+def remarks(rows: list[dict]) -> dict[str, list[str]]:
+    """Remarks, each with the configurations that it is about."""
+    out: dict[str, list[str]] = {}
+    for row in rows:
+        for kind in ("failed", "skipped", "cut", "note", "differs"):
+            if kind in row:
+                out.setdefault(f"{row['contender']}, {kind}: {row[kind]}", []).append(row["configuration"])
+    return out
 
 
 def run(config: DictConfig) -> None:
@@ -142,11 +187,9 @@ def run(config: DictConfig) -> None:
     result["weights"] = "random: only speed means anything" if random else target.name
     rows: list[dict] = []
     how: dict[str, Any] = {"warmups": suite["warmups"], "trials": suite["trials"], "budget": settings["budget_s"]}
-    how["configurations"] = len(configurations)
-    how |= {"seed": settings["seed"], "random_weights": random}
-    how["progress"] = partial(print, file=sys.stderr, flush=True)
-    how["save"] = lambda more: write_json(out, result | {"rows": rows + more})
-    bench = Bench(target, contenders, prompts, ceiling, **how)
+    how |= {"configurations": len(configurations), "seed": settings["seed"], "random_weights": random}
+    how |= {"save": lambda more: write_json(out, result | {"rows": rows + more})}
+    bench = Bench(target, contenders, prompts, ceiling, progress=partial(print, file=sys.stderr, flush=True), **how)
     for configuration in configurations:
         rows += bench.run(configuration)
         bench.save([])

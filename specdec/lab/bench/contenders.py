@@ -18,7 +18,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
 from specdec.engine.report import Observer, Reads, RoundReport
 from specdec.lab.bench.memory import read_bytes, size_of, wait
-from specdec.lab.bench.simulated_tau import SimulatedTau
+from specdec.lab.bench.random_weights import SimulatedTau
 from specdec.structs import Sampling, Verifier
 from specdec.verify import sample_and_match
 

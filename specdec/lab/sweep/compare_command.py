@@ -20,9 +20,8 @@ from specdec import ops, registry
 from specdec.api import load_drafter
 from specdec.cli.files import output_folder
 from specdec.lab.bench.bench import Bench, Configuration, text_prompts
-from specdec.lab.bench.bench_command import make_contenders
+from specdec.lab.bench.bench_command import make_contenders, print_rows
 from specdec.lab.bench.memory import bandwidth
-from specdec.lab.bench.table import print_rows
 from specdec.lab.machine import machine_in_short
 from specdec.lab.models import read_entry
 from specdec.lab.output import write_csv, write_figure, write_json

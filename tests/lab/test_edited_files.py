@@ -20,10 +20,9 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.engine.trace_files import HEADER, NODES, ROUNDS, ROWS, read_trace
 from specdec.lab.sweep import store
 from specdec.lab.sweep.benchmarks import Benchmark, Question
-from specdec.lab.sweep.point_table import print_tables
 from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.report import write_report
-from specdec.lab.sweep.store import collect
+from specdec.lab.sweep.store import collect, print_tables
 from specdec.lab.sweep.sweep import Sweep
 from specdec.lab.traces import diagnose
 from specdec.model.loader import load_target

@@ -17,11 +17,9 @@ from specdec.engine.recorder import TracedRound, TracedRow, TracedTree
 from specdec.lab import figure_style
 from specdec.lab.sweep import figures
 from specdec.lab.sweep.benchmarks import Benchmark, Question
-from specdec.lab.sweep.gallery import DrawnNode, best_tree_svg, round_svg, tree_svg
-from specdec.lab.sweep.point_table import print_tables, table_of
 from specdec.lab.sweep.points import Draft
-from specdec.lab.sweep.report import REPORT, write_report
-from specdec.lab.sweep.store import collect, write_results
+from specdec.lab.sweep.report import REPORT, DrawnNode, best_tree_svg, round_svg, tree_svg, write_report
+from specdec.lab.sweep.store import collect, print_tables, table_of, write_results
 from specdec.lab.sweep.sweep import Sweep
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
 from specdec.model.loader import load_target

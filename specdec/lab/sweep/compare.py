@@ -4,7 +4,6 @@ import math
 from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +26,12 @@ PARTS = ("draft", "verify", "commit", "round")  # of a round's time; a compiled 
 
 @dataclass
 class ComparedWay:
-    """A way to decode that is compared with plain decoding."""
+    """A way to decode that is compared with plain decoding. compile: compile its rounds (docs/compile.md)."""
 
     drafter: Drafter
     tree: TreePolicy
     verifier: Verifier
-    compile: bool = False  # its rounds (docs/compile.md)
+    compile: bool = False
 
 
 @dataclass
@@ -92,8 +91,8 @@ def ratio(a: Tally, b: Tally) -> tuple[float, Interval]:
     """How many times as fast `a` is as `b` on the same prompts, and the 95 % interval of that over prompts."""
 
     def measure(counts: Tensor) -> Tensor:
-        fast, slow = _rates(counts[..., :3]), _rates(counts[..., 3:])
-        return torch.where(slow > 0, fast / slow, 0.0)
+        slow = _rates(counts[..., 3:])
+        return torch.where(slow > 0, _rates(counts[..., :3]) / slow, 0.0)
 
     both = torch.cat([a.counts, b.counts], 1)
     return measure(both.sum(0)).item(), interval_of(measure, both) or UNKNOWN
@@ -104,19 +103,19 @@ def decode_in_turn(
     prompts: abc.Sequence[Prompt],
     ways: dict[str, ComparedWay],
     *,
-    max_new_tokens: int = 64,
     sampling: Sampling | None = None,
     seed: int = 0,
-    raw: bool = False,
     trials: int = 1,
     compile: bool = False,
     progress: Callable[[], None] = lambda: None,
+    **how,
 ) -> tuple[dict[str, Tally], list[Score]]:
     """Decode every prompt plainly and in each of the ways, in turn, `trials` times after one prompt of warm-up.
 
     Taking turns spreads whatever else the machine does evenly. compile: plain decoding's rounds; each way says so of
-    its own. progress: called after every prompt. Returns the tallies by name, plain decoding's under "", and the scores
-    in the order of `ways`. Raises ValueError where rounds cannot be compiled.
+    its own. progress: called after every prompt. how: further arguments of `specdec.answer`. Returns the tallies by
+    name, plain decoding's under "", and the scores in the order of `ways`. Raises ValueError where rounds cannot be
+    compiled.
     """
     # An engine keeps what it has captured from prompt to prompt.
     engines = {"": Engine(target, compile=compile)}
@@ -125,13 +124,7 @@ def decode_in_turn(
     tallies = {name: Tally(torch.zeros(len(prompts), 3, dtype=torch.float64)) for name in engines}
 
     def run(number: int, engine: Engine) -> Result:
-        how: dict[str, Any] = {
-            "max_new_tokens": max_new_tokens,
-            "sampling": sampling,
-            "seed": [(seed, number)],
-            "raw": raw,
-        }
-        return answer(engine, prompts[number], **how).result
+        return answer(engine, prompts[number], sampling=sampling, seed=[(seed, number)], **how).result
 
     for engine in engines.values():
         run(0, engine)

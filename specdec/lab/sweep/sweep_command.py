@@ -21,9 +21,8 @@ from specdec.cli.lock import only_writer
 from specdec.lab.machine import command_line
 from specdec.lab.models import own_names
 from specdec.lab.sweep.benchmarks import load_benchmark
-from specdec.lab.sweep.point_table import print_tables
 from specdec.lab.sweep.points import Draft, SweepPoint, signature
-from specdec.lab.sweep.store import counts_of, write_results
+from specdec.lab.sweep.store import counts_of, print_tables, write_results
 from specdec.lab.sweep.sweep import Sweep
 from specdec.model.names import draft_for
 from specdec.training.loop.parallel import join_processes

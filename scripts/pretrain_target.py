@@ -49,8 +49,7 @@ def held_out(conversation: Sequence[Message]) -> bool:
 def draw_questions(conversations: list[list[Message]], count: int) -> list[Message]:
     """Draw first messages of users with replacement, in proportion to the length of their answers.
 
-    Otherwise a drafter would mostly see one-line dialogues. Raises ValueError if no conversation begins with a question
-    and an answer.
+    Otherwise a drafter would mostly see one-line dialogues. Raises ValueError without a question and an answer.
     """
     pairs = [c for c in conversations if len(c) > 1 and c[0]["role"] == "user"]
     if not pairs:
@@ -65,12 +64,9 @@ def prompts_of(conversations: list[list[Message]], count: int) -> list[str]:
 
 def short_prompts(tokenizer, prompts: list[str], tokens: int) -> list[str]:
     """Those of at most so many tokens. Raises ValueError if there is none."""
-    found = [prompt for prompt in prompts if len(tokenizer(prompt)["input_ids"]) <= tokens]
-    if not found:
-        raise ValueError(
-            f"every prompt held out has more than {tokens} tokens, half of the context: give more --length"
-        )
-    return found
+    if found := [prompt for prompt in prompts if len(tokenizer(prompt)["input_ids"]) <= tokens]:
+        return found
+    raise ValueError(f"every prompt held out has more than {tokens} tokens, half of the context: give more --length")
 
 
 def write_prompts(path: Path, prompts: list[str]) -> None:
@@ -92,32 +88,16 @@ def train(args: argparse.Namespace) -> dict:
     left = TRAINED_BY * args.seconds - prepared
     if left <= 0:
         raise ValueError(f"reading and encoding the data took {prepared:.0f} s: give more --seconds, or fewer --tokens")
-    config = LlamaConfig(
-        vocab_size=args.vocab_size,
-        hidden_size=args.hidden_size,
-        intermediate_size=args.hidden_size * 11 // 4,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden_size // HEAD,
-        num_key_value_heads=max(1, args.hidden_size // HEAD // 3),
-        max_position_embeddings=args.length,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    width, heads = args.hidden_size, args.hidden_size // HEAD
+    shape = {"vocab_size": args.vocab_size, "hidden_size": width, "intermediate_size": width * 11 // 4}
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": max(1, heads // 3)}
+    shape |= {"num_hidden_layers": args.layers, "max_position_embeddings": args.length, "tie_word_embeddings": True}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(SEED)
-    model = LlamaForCausalLM(config).to(args.device)
-    report = pretrain(
-        model,
-        data,
-        pack(tokenizer, heldout, args.length, 100 * args.length),
-        batch=batch,
-        lr=3e-3,
-        muon_lr=0.02,
-        checkpoint=args.out / "pretrain.pt",
-        compile=not args.eager,
-        seconds=left,
-    )
+    model = LlamaForCausalLM(LlamaConfig(**shape, **ends)).to(args.device)
+    unseen = pack(tokenizer, heldout, args.length, 100 * args.length)
+    how = {"checkpoint": args.out / "pretrain.pt", "compile": not args.eager, "seconds": left}
+    report = pretrain(model, data, unseen, batch=batch, lr=3e-3, muon_lr=0.02, **how)
     save_target(model, tokenizer, args.out / "target")
     return report | {
         "parameters": sum(p.numel() for p in model.parameters()),

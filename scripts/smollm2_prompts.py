@@ -37,10 +37,9 @@ SUMMARISE = (
     "Give a summary in three sentences: ",
 )  # fmt: skip
 COMPLETE = (
-    "Complete the code I provided.\n\n",
-    "Write the body of this function.\n\n",
+    "Complete the code I provided.\n\n", "Write the body of this function.\n\n",
     "Complete this Python function:\n\n",
-)
+)  # fmt: skip
 VERBS = "checks whether", "returns", "counts", "finds", "removes", "sorts", "merges", "reverses"
 OBJECTS = (
     "the longest word in a string", "duplicates in a list", "the second largest number of a list",
@@ -136,18 +135,6 @@ def functions(number: int, rng: random.Random) -> Iterator[Turns]:
         yield [rng.choice(COMPLETE) + head]
 
 
-def tasks() -> Iterator[Turns]:
-    """Yield requests for Python functions."""
-    for verb in VERBS:
-        yield from ([f"Write a Python function that {verb} {thing}. Explain it briefly."] for thing in OBJECTS)
-
-
-def topics() -> Iterator[Turns]:
-    """Yield writing requests about `TOPICS`."""
-    for start in WRITE:
-        yield from ([f"{start} {topic}."] for topic in TOPICS)
-
-
 def conversation(number: int, turns: Turns, rng: random.Random) -> dict:
     """Return a conversation of one or two questions, with answers to be replaced."""
     if len(turns) == 1 and rng.random() < 0.25:
@@ -176,7 +163,9 @@ def main() -> None:
     args, rng = p.parse_args(), random.Random(52)
     seen = benchmark_signatures(args.bench)
     asked = questions(args.conversations, seen, rng)
-    write([*asked, *passages(args.books, 2000, rng), *functions(700, rng), *tasks(), *topics()], args.out, rng)
+    tasks = [[f"Write a Python function that {v} {thing}. Explain it briefly."] for v in VERBS for thing in OBJECTS]
+    topics = [[f"{start} {topic}."] for start in WRITE for topic in TOPICS]
+    write([*asked, *passages(args.books, 2000, rng), *functions(700, rng), *tasks, *topics], args.out, rng)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from helpers import Credulous, main_of, refused, tiny_drafter, tiny_target
 from hybrids import hybrid_target
 from scipy import stats
 
+from specdec.engine.engine import Engine
 from specdec.lab.proof.equality import EqualityProver, Mismatch
 from specdec.lab.proof.laws import chi_square, exact_distance, prove_law, prove_sampled
 from specdec.lab.proof.proof import OneInAThousand, Proof, verdict_line
@@ -72,7 +73,8 @@ def test_what_is_a_tie():
 
 def test_sampled_text_of_a_pair(pair):
     prompts, nucleus = [[i % 17, 3] for i in range(25)], Sampling(1.0, top_p=0.9)
-    good, bad = (prove_sampled(*pair, Chain(3), rule, prompts, nucleus, 24) for rule in (SampleAndMatch(), Credulous()))
+    rules = SampleAndMatch(), Credulous()
+    good, bad = (prove_sampled(Engine(*pair, Chain(3), rule), prompts, nucleus, 24) for rule in rules)
     assert (good.outside, good.tokens) == (0, 600)
     assert good.pvalue > 1e-4
     assert bad.pvalue < 1e-6

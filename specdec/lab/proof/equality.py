@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
+from specdec.engine.report import GREEDY
 from specdec.model.language_model import LanguageModel
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Noise, hashes_of
@@ -87,21 +88,17 @@ class EqualityProver:
         target: LanguageModel,
         prompts: list[list[int]],
         max_new_tokens: int,
-        sampling: Sampling | None = None,
+        sampling: Sampling = GREEDY,
         seed: int = 0,
     ):
         """Decode the prompts, lists of token ids, plainly with the target. Sampling is greedy by default."""
         self.target, self.prompts, self.max_new_tokens = target, prompts, max_new_tokens
-        self.sampling, self.seed = sampling or Sampling(), seed
+        self.sampling, self.seed = sampling, seed
         self.plain = [self._decode(Engine(target), number).tokens for number in range(len(prompts))]
 
     def _decode(self, engine: Engine, number: int):
-        how: dict[str, Any] = {
-            "max_new_tokens": self.max_new_tokens,
-            "sampling": self.sampling,
-            "seed": [(self.seed, number)],
-        }
-        return engine.generate([self.prompts[number]], **how).rows[0]
+        how: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "sampling": self.sampling}
+        return engine.generate([self.prompts[number]], seed=[(self.seed, number)], **how).rows[0]
 
     def prove(self, drafter: Drafter, tree: TreePolicy, verifier: Verifier) -> EqualityProof:
         """The verifier must be one that `couples`: its text is what the target draws by the rows' noise."""

@@ -136,10 +136,9 @@ def chi_square(seen: Tensor, expected: Tensor) -> float:
 def exact_distance(verifier: Verifier, sampling: Sampling) -> float:
     """Total variation between a rule's law of two tokens on one fixed tree and the target's law, without sampling.
 
-    The tree is a root (token 0) with two children (2 and 4), and one child of the first (1).
-
-    It supports rules whose only random draw is the target's token at every node, as `match`. Every combination of those
-    draws is passed to the rule as logits with one most likely token, weighted by the product of the probabilities.
+    The tree is a root (token 0) with two children (2 and 4), and one child of the first (1). The rule's only random
+    draw must be the target's token at every node, as `match`'s. Every combination of those draws is passed to the rule
+    as logits with one most likely token, weighted by the product of the probabilities.
     """
     p = filtered_probs(table_logits()[0], sampling).double()
     tokens, parents, depth = torch.tensor([[[0, 2, 4, 1]], [[0, 0, 0, 1]], [[0, 1, 1, 2]]])
@@ -177,14 +176,7 @@ class SampledProof:
 
 
 def prove_sampled(
-    target: LanguageModel,
-    drafter: Drafter,
-    tree: TreePolicy,
-    verifier: Verifier,
-    prompts: list[list[int]],
-    sampling: Sampling,
-    max_new_tokens: int,
-    seed: int = 0,
+    engine: Engine, prompts: list[list[int]], sampling: Sampling, max_new_tokens: int, seed: int = 0
 ) -> SampledProof:
     """Test whether the places of the tokens in the target's own distributions are uniform.
 
@@ -193,12 +185,11 @@ def prove_sampled(
     independent and uniform on [0, 1], however the tokens were drafted.
     """
     assert not sampling.penalised, "the distributions are those of the target without penalties"
-    engine = Engine(target, drafter, tree, verifier)
     generator = torch.Generator().manual_seed(seed)
     places, outside = [], 0
     for number, prompt in enumerate(prompts):
         row = engine.generate([prompt], max_new_tokens=max_new_tokens, sampling=sampling, seed=seed + number).rows[0]
-        own, beyond = _places(target, row, sampling, generator)
+        own, beyond = _places(engine.target, row, sampling, generator)
         places.append(own)
         outside += beyond
     u = torch.cat(places)

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from specdec.cli.terminal import console
 from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.engine import Engine
 from specdec.lab.proof.equality import SLACK, EqualityProof, EqualityProver
 from specdec.lab.proof.laws import LawProof, SampledProof, exact_distance, prove_law, prove_sampled, significance
 from specdec.lab.proof.rollback import RollbackProof, prove_rollback
@@ -65,26 +66,19 @@ class Proof:
         """The p-value below which a test has failed."""
         return significance(len(self.laws) + len(self.sampled))
 
-    def unequal(self) -> int:
-        """The number of texts that differ from plain decoding for no numerical reason."""
-        return sum(proof.bugs for *_, proof in self.equal)
-
-    def left_behind(self) -> int:
-        """The number of cases in which a rejected draft left something in the target's caches."""
-        return sum(proof.bugs for _, proof in self.rollback)
-
-    def statistical_bugs(self) -> int:
-        """The number of tests whose result is no accident."""
-        return (
-            sum(law.pvalue < self.threshold for *_, law in self.laws)
-            + sum(s.outside > 0 or s.pvalue < self.threshold for *_, s in self.sampled)
-            + sum(distance > 1e-6 for *_, distance in self.exact)
-        )
+    @property
+    def bugs(self) -> dict[str, int]:
+        """Count texts that differ for no numerical reason, failed tests of laws, and caches with rejected drafts."""
+        failed = [law.pvalue < self.threshold for *_, law in self.laws]
+        failed += [s.outside > 0 or s.pvalue < self.threshold for *_, s in self.sampled]
+        failed += [distance > 1e-6 for *_, distance in self.exact]
+        unequal, left = (sum(p.bugs for *_, p in proofs) for proofs in (self.equal, self.rollback))
+        return {"unequal_texts": unequal, "statistical_bugs": sum(failed), "left_behind": left}
 
     @property
     def sound(self) -> bool:
         """Whether every test passed."""
-        return not self.unequal() and not self.left_behind() and not self.statistical_bugs()
+        return not any(self.bugs.values())
 
 
 def fits(verifier: Verifier, tree: TreePolicy) -> bool:
@@ -141,8 +135,8 @@ def prove(
         if not self_test:  # a rule with chances of its own has no law to enumerate
             proof.exact = [("match", how, exact_distance(rule("match"), s)) for how, s in SAMPLINGS.items()]
         for name, tree in pairs:
-            match = rule("match")
-            sampled = prove_sampled(target, drafters[name], tree, match, prompts, NUCLEUS, max_new_tokens, seed)
+            engine = Engine(target, drafters[name], tree, rule("match"))
+            sampled = prove_sampled(engine, prompts, NUCLEUS, max_new_tokens, seed)
             proof.sampled.append((name, describe(tree), sampled))
             bar.update()
     return proof
@@ -153,73 +147,71 @@ def prove(
 
 def verdict_line(proof: Proof) -> str:
     """Return the result of all tests in one line."""
-    unequal, statistical = proof.unequal(), proof.statistical_bugs()
     if proof.sound:
-        ties = sum(p.ties for *_, p in proof.equal)
-        return f"No bug found; {ties} numerical ties."
+        return f"No bug found; {sum(p.ties for *_, p in proof.equal)} numerical ties."
     return (
-        f"NOT LOSSLESS: {unequal} texts differ for no numerical reason, in {proof.left_behind()} cases a rejected "
-        f"draft left something in the caches, {statistical} statistical tests failed."
-    )
+        "NOT LOSSLESS: {unequal_texts} texts differ for no numerical reason, in {left_behind} cases a rejected draft "
+        "left something in the caches, {statistical_bugs} statistical tests failed."
+    ).format(**proof.bugs)
 
 
 def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
     """(title, columns, rows, note) of each part that has rows."""
-    equal = [[*case, p.tokens, p.rounds, f"{p.same} of {p.texts}", p.ties, p.bugs] for *case, p in proof.equal]
-    laws = [
-        [*case, p.draws, f"{p.emitted:.2f}", p.impossible, f"{p.pvalue:.2g}", f"{p.distance:.4f}", f"{p.noise:.4f}"]
-        for *case, p in proof.laws
-    ]
-    sampled = [
-        [name, tree, p.tokens, p.outside, "too few" if isnan(p.pvalue) else f"{p.pvalue:.2g}"]
-        for name, tree, p in proof.sampled
-    ]
-    rollback = [
-        [how, p.cases, p.states, p.logits, p.rounded, p.astray, f"{p.largest:.1e}"] for how, p in proof.rollback
-    ]
-    exact = [[*case, f"{distance:.1e}"] for *case, distance in proof.exact]
-    parts: list[tuple[str, list[str], list, str]] = [
+    parts: list[tuple[str, str, list[list], str]] = [
         (
             "Text against plain decoding of the same seed, token for token",
-            ["drafter", "tree", "sampling", "tokens", "rounds", "identical", "ties", "bugs"],
-            equal,
+            "drafter, tree, sampling, tokens, rounds, identical, ties, bugs",
+            [[*case, p.tokens, p.rounds, f"{p.same} of {p.texts}", p.ties, p.bugs] for *case, p in proof.equal],
             "Tie: the first differing token and plain decoding's are those of the two largest scores (logit / "
             "temperature + noise), which, in a finer dtype, lie within four times the largest rounding error there; or "
             f"the edge of a filter, moved by {SLACK:g}, decides between them.",
         ),
         (
             "What rejected drafts leave in the target's caches",
-            ["rows", "cases", "other states", "other logits", "by rounding", "not the plain text's", "largest"],
-            rollback,
+            "rows, cases, other states, other logits, by rounding, not the plain text's, largest",
+            [[*c, p.cases, p.states, p.logits, p.rounded, p.astray, f"{p.largest:.1e}"] for *c, p in proof.rollback],
             "The same tokens are accepted after different rejected drafts: the caches, and the next logits, must be "
             "the same bits. By rounding: experts, which compute tokens together. Largest: difference of a logit from "
             "the plain text's, as a share of their range.",
         ),
         (
             "Every lossless rule against the exact law of three tokens, on tables",
-            ["rule", "tree", "sampling", "draws", "tokens a round", "impossible", "p", "TV", "TV of chance (99 %)"],
-            laws,
+            "rule, tree, sampling, draws, tokens a round, impossible, p, TV, TV of chance (99 %)",
+            [
+                [
+                    *case,
+                    p.draws,
+                    f"{p.emitted:.2f}",
+                    p.impossible,
+                    f"{p.pvalue:.2g}",
+                    f"{p.distance:.4f}",
+                    f"{p.noise:.4f}",
+                ]
+                for *case, p in proof.laws
+            ],
             f"impossible: draws to which the law gives no probability. p: of a chi-square test; below "
-            f"{proof.threshold:.1e} it is a bug ({len(laws) + len(sampled)} tests together). TV: total variation "
-            "distance of the draws from the exact law. filtered: temperature 0.8, top-k, top-p.",
+            f"{proof.threshold:.1e} it is a bug ({len(proof.laws) + len(proof.sampled)} tests together). TV: total "
+            "variation distance of the draws from the exact law. filtered: temperature 0.8, top-k, top-p.",
         ),
         (
             "By enumeration, without sampling",
-            ["rule", "sampling", "TV from the target"],
-            exact,
+            "rule, sampling, TV from the target",
+            [[*case, f"{distance:.1e}"] for *case, distance in proof.exact],
             "The law of two tokens, over all outcomes of the draws at a tree's nodes; `match` has no other chance.",
         ),
         (
             "Sampled text of the pair, top-p 0.9",
-            ["drafter", "tree", "tokens", "outside the filter", "p"],
-            sampled,
+            "drafter, tree, tokens, outside the filter, p",
+            [
+                [*case, p.tokens, p.outside, "too few" if isnan(p.pvalue) else f"{p.pvalue:.2g}"]
+                for *case, p in proof.sampled
+            ],
             "p: are the tokens' places in the target's own distributions, given the text before them, uniform?",
         ),
     ]
+    parts = [part for part in parts if part[2]]
     return [
-        (title, columns, [[str(cell) for cell in row] for row in rows], note)
-        for title, columns, rows, note in parts
-        if rows
+        (title, columns.split(", "), [[*map(str, row)] for row in rows], note) for title, columns, rows, note in parts
     ]
 
 
@@ -257,10 +249,10 @@ def as_json(proof: Proof) -> dict:
     """Return the report as a dictionary of plain types for JSON."""
     return {
         "sound": proof.sound,
-        "unequal_texts": proof.unequal(),
-        "statistical_bugs": proof.statistical_bugs(),
+        "unequal_texts": proof.bugs["unequal_texts"],
+        "statistical_bugs": proof.bugs["statistical_bugs"],
         "threshold": proof.threshold,
-        "left_behind": proof.left_behind(),
+        "left_behind": proof.bugs["left_behind"],
         "rollback": [{"rows": how, **asdict(p)} for how, p in proof.rollback],
         "equal": [
             {"drafter": name, "tree": tree, "sampling": how, "same": p.same, **asdict(p)}

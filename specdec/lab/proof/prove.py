@@ -125,9 +125,8 @@ def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, re
 
 def _ends(answer: Completion, reference: Completion, length: int) -> tuple[str, str]:
     """Return the next token of each text at the end of the shorter one, in words."""
-    first, second = (_tokens(x) for x in (reference, answer))
-    ends = ["the end" if len(x) == length else str(x[length]) for x in (first, second)]
-    return ends[0], ends[1]
+    first, second = ([*map(str, _tokens(x)), "the end"] for x in (reference, answer))
+    return first[length], second[length]
 
 
 def _note_drift(proof: ServerProof, answer: Completion, tokens: list, logprobs: list[float] | None) -> None:
@@ -163,14 +162,10 @@ def _who(server: Remote) -> str:
 def page(proof: ServerProof) -> str:
     """The proof as Markdown."""
     drift = "no log-probabilities" if proof.drift is None else f"{proof.drift:.1e}"
-    summary = {
-        "server": proof.server,
-        "reference": proof.reference,
-        "largest difference of a log-probability along equal text": drift,
-    }
-    items = "\n".join(f"- {name}: {value}" for name, value in summary.items())
+    items = f"- server: {proof.server}\n- reference: {proof.reference}\n"
+    items += f"- largest difference of a log-probability along equal text: {drift}\n"
     wrong = "".join(f"- {mismatch}\n" for mismatch in proof.mismatches)
-    return f"# Is the server lossless?\n\n**{proof.verdict()}**\n\n{items}\n\n{wrong}"
+    return f"# Is the server lossless?\n\n**{proof.verdict()}**\n\n{items}\n{wrong}"
 
 
 def print_page(proof: ServerProof) -> None:

@@ -1,17 +1,12 @@
 """Test that a rejected draft leaves nothing in a target's caches.
 
-Attention forgets a rejected token when its slot is overwritten. A recurrent or a convolution state does not, and a
-framework that only cuts keys and values back decodes on from a text that was never accepted. Texts show that late or
-not at all, as logits change by little. So this test compares the caches themselves.
+Attention forgets a rejected token when its slot is overwritten; a recurrent or a convolution state does not. Texts show
+that late or not at all, as logits change by little. So the same tokens are accepted twice, after different rejected
+drafts. The target's caches must then be the same bits, and so must the logits that follow. That does not find lost
+state of accepted tokens, so the logits are also compared with those of the plain text, in which rounding may differ.
 
-The same tokens are accepted twice, after different rejected drafts. The target's caches must then be the same bits, and
-so must the logits that follow: both runs make the same operations in the same order. That finds everything that a
-rejected draft leaves. It does not find lost state of accepted tokens, so the logits are also compared with those of the
-plain text, in which rounding may differ.
-
-One kind of target needs an exception: experts compute a token together with all others that chose them, so the last
-bits of an accepted token may depend on the drafts in the batch. For such targets, differences up to `ROUNDING` are
-counted separately.
+Experts compute a token together with all others that chose them, so the last bits of an accepted token may depend on
+the drafts in the batch. For such targets, differences up to `ROUNDING` are counted separately.
 """
 
 from collections.abc import Sequence
@@ -113,13 +108,7 @@ def prove_rollback(
 ) -> RollbackProof:
     """Verify drafts and accept part of them, for every number of accepted drafts from 0 to `drafts` - 1.
 
-    Args:
-        target: A model with `forward` and `new_cache` like `Target`'s. Its cache has `advance`, `commit` and
-            `committed`.
-        prompts: Token ids; the last `LONGEST` of each prompt are used.
-        drafts: Drafted tokens per round.
-        together: Decode all prompts in one ragged batch, not one by one.
-        seed: Seed of the drafted tokens.
+    prompts: token ids, of which the last `LONGEST` are used; together: in one ragged batch, not one by one.
     """
     prompts, proof = [prompt[-LONGEST:] for prompt in prompts], RollbackProof()
     for group in [prompts] if together else [[prompt] for prompt in prompts]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -63,11 +63,9 @@ def load_benchmark(
     """Read a benchmark; path, split, subset and streaming as `specdec.training.data.read_records` takes them.
 
     form: a format string over a record's fields, such as "{instruction} {input}", that makes a question of records
-    that hold none. category: of records that name none. turns: the most turns of a question. bad: a
-    record that cannot be used is an 'error', or it is left out and counted ('skip'). limit: how many questions to take;
-    pick: take them 'spread' evenly over the set, or the 'first'.
-
-    Raises ValueError for what cannot be read, and for settings that make no sense.
+    that hold none. category: of records that name none. turns: the most turns of a question. bad: a record that cannot
+    be used is an 'error', or it is left out and counted ('skip'). limit: how many questions to take; pick: take them
+    'spread' evenly over the set, or the 'first'. Raises ValueError for what cannot be read, and for wrong settings.
     """
     if not path:
         raise ValueError(
@@ -98,7 +96,7 @@ def load_benchmark(
         raise ValueError(f"{path} holds no question that can be used: {skipped} records were skipped")
     if limit is not None and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
-    return Benchmark(name, _with_own_ids(questions), skipped)
+    return Benchmark(name, list(_with_own_ids(questions)), skipped)
 
 
 def _question(record: Record, number: str, form: str | None, category: str | None, limit: int | None) -> Question:
@@ -140,14 +138,12 @@ def _texts(value) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(turn, str) for turn in value)
 
 
-def _with_own_ids(questions: list[Question]) -> list[Question]:
+def _with_own_ids(questions: list[Question]) -> Iterator[Question]:
     """The questions with ids that occur once each, because intervals resample questions by id."""
     seen: Counter[str] = Counter()
-    for number, q in enumerate(questions):
+    for q in questions:
         seen[q.id] += 1
-        if seen[q.id] > 1:
-            questions[number] = replace(q, id=f"{q.id} ({seen[q.id]})")
-    return questions
+        yield replace(q, id=f"{q.id} ({seen[q.id]})") if seen[q.id] > 1 else q
 
 
 # Conversations
@@ -189,17 +185,9 @@ class Dialogue:
         """The number of turns asked so far."""
         return sum(m["role"] == "user" for m in self.messages)
 
-    @property
-    def over(self) -> bool:
-        """Whether every turn has been asked."""
-        return self.asked == len(self.question.turns)
-
 
 def template_settings(target: LanguageModel, raw: bool, thinking: bool | None) -> tuple[bool, dict]:
-    """(raw, variables of the chat template), for prompts that are raw where there is no template.
-
-    Raises ValueError if the template has no switch for thinking and one is asked for.
-    """
+    """(raw, variables of the chat template). Raises ValueError for thinking if the template has no switch for it."""
     template = target.tokenizer.chat_template
     raw = raw or not template
     if thinking is None:
@@ -222,13 +210,12 @@ def converse(
     template: dict | None = None,
     name: Callable[[list[str], list[str | None]], None] = lambda ids, categories: None,
     observer: Callable | None = None,
-    progress: Callable[[], None] = lambda: None,
 ) -> tuple[list[Result], int]:
     """Hold every conversation: a turn's prompt holds the turns before it with the target's own answers.
 
     `batch_size` questions are decoded together, turn by turn. A conversation ends early where its next prompt and
     max_new_tokens do not fit into the target's context. name: called with the questions before each call of the engine
-    (`Recorder.name`). Conversation number i has the seed (seed, i). progress: called after each batch.
+    (`Recorder.name`). Conversation number i has the seed (seed, i).
 
     Returns the engine's results in order, and the number of turns that were left out.
     """
@@ -251,6 +238,5 @@ def converse(
             results.append(result)
             for dialogue, row in zip(dialogues, result.rows, strict=True):
                 dialogue.hear(row.tokens)
-            dialogues = [d for d in dialogues if not d.over]
-        progress()
+            dialogues = [d for d in dialogues if d.asked < len(d.question.turns)]
     return results, left_out

@@ -37,10 +37,9 @@ ENGINE_PROMPT = 64  # tokens of the prompts that other engines decode
 
 
 def entries_of(settings: dict) -> dict:
-    """Return what is compared: `draft`, or else `entries`.
+    """Return what is compared: `draft`, or else `entries`, whose default are drafters of the demo's target.
 
-    The default entries are drafters of the demo's target. Another target gets its own bundled drafters and n-grams
-    instead. Raises ValueError if none is bundled for it.
+    Another target gets its own bundled drafters and n-grams. Raises ValueError if none is bundled for it.
     """
     if not isinstance(settings["entries"], dict):
         raise ValueError(f"entries must map names to drafters, got {settings['entries']!r:.60}")
@@ -54,11 +53,7 @@ def entries_of(settings: dict) -> dict:
 
 
 def contenders_of(settings: dict, target, entry: object) -> dict:
-    """Return how to make plain decoding, the first drafter and the other engines of `with`.
-
-    Raises:
-        ValueError: If there is no such engine.
-    """
+    """Return how to make plain decoding, the first drafter and the engines of `with`. ValueError if there is none."""
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
     contenders = ["plain", "speculative", *engines]
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
@@ -103,10 +98,8 @@ def run(config: DictConfig) -> None:
     if config.compile and config.device.startswith("cuda"):
         ops.use("torch")  # Inductor makes its own of torch's operators
     target = load_some(config, config.device, whole=True)
-    how: dict[str, Any] = {
-        name: settings[name] for name in ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")
-    }
-    how["tree"] = tree_of_settings(settings)
+    passed_on = ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")
+    how: dict[str, Any] = {name: settings[name] for name in passed_on} | {"tree": tree_of_settings(settings)}
     first = next(iter(entries))
     made = contenders_of(settings, target, entries[first]) if settings["with"] else {}
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
@@ -114,11 +107,8 @@ def run(config: DictConfig) -> None:
     drawn = "greedy" if sampling.greedy else sampling
     name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
     title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {drawn}"
-    result: dict[str, Any] = {
-        "plain_tokens_per_second": rate,
-        "scores": [asdict(s) for s in scores],
-        "verdict": found.verdict,
-    }
+    result: dict[str, Any] = {"plain_tokens_per_second": rate, "scores": [asdict(s) for s in scores]}
+    result["verdict"] = found.verdict
     if settings["with"]:
         result["engines"] = with_engines(made, settings, target, prompts)
     try:

@@ -13,15 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from specdec.arguments import (
-    as_sampling,
-    as_target,
-    as_tree,
-    as_verifier,
-    check_drafter,
-    check_prompts,
-    check_types,
-)
+from specdec.arguments import as_sampling, as_target, as_tree, as_verifier, check_drafter, check_prompts, check_types
 from specdec.cli.terminal import console, print_table
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
@@ -116,11 +108,9 @@ class Comparison:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        how: dict[str, Any] = {
-            "inline_styles": True,
-            "code_format": '<pre style="white-space: pre; line-height: 1.1">{code}</pre>',
-        }
-        return f"{self._recorded().export_html(**how)}<p>{html.escape(self.verdict)}</p>"
+        pre = '<pre style="white-space: pre; line-height: 1.1">{code}</pre>'
+        table = self._recorded().export_html(inline_styles=True, code_format=pre)
+        return f"{table}<p>{html.escape(self.verdict)}</p>"
 
     def print(self) -> None:
         """Print the table and the summary on the terminal."""

@@ -108,13 +108,9 @@ def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict
         arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
         if (made := svg_and_png(make, *arguments)) is not None:
             file = output_folder(out / FIGURES) / f"{number}-{name}.png"
-            write_whole(file, partial(_write, made[1]))
+            write_whole(file, partial(Path.write_bytes, data=made[1]))
             drawn.append({"title": title, "svg": Markup(made[0]), "caption": caption})
     return drawn
-
-
-def _write(content: bytes, file: Path) -> None:
-    file.write_bytes(content)
 
 
 def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[tuple[str, str]]:

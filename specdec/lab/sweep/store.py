@@ -10,7 +10,7 @@ timings.jsonl hold their content, a line a point.
 
 import hashlib
 import json
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.table import Table
@@ -27,28 +27,17 @@ from specdec.verify import sample_and_match
 
 POINT = RESULT, TIMES, TRACE = "result.json", "times.json", "trace"
 RESULTS, TIMINGS = "results.jsonl", "timings.jsonl"
+DEPTHS, PARTS = "accepted to depth 1, 2, ..., % of all rounds", "draft, verify: ms a round"
 COLUMNS = {  # of the table of points: heading -> is it a number?
-    "drafter": False,
-    "tree": False,
-    "tau": True,
-    "95 %": True,
-    "accepted to depth 1, 2, ..., % of all rounds": False,
-    "draft, verify: ms a round": True,
-    "tokens/s": True,
-    "to plain": True,
-    "identical": True,
-}
-OPTIONAL = ("draft, verify: ms a round", "95 %", "accepted to depth 1, 2, ..., % of all rounds")
+    "drafter": False, "tree": False, "tau": True, "95 %": True, DEPTHS: False, PARTS: True, "tokens/s": True,
+    "to plain": True, "identical": True,
+}  # fmt: skip
+OPTIONAL = (PARTS, "95 %", DEPTHS)
 
 
 def point_folder(out: Path, key: str) -> Path:
-    """Return the folder of the point with this key."""
+    """Return the folder of the point with this key. The point is done if its result is there."""
     return out / "points" / key
-
-
-def done(out: Path, point: SweepPoint) -> bool:
-    """Return whether the point's result has been written."""
-    return (point_folder(out, point.key) / RESULT).is_file()
 
 
 def write_point(out: Path, point: SweepPoint, found: dict, took: dict, recorder: Recorder | None = None) -> None:
@@ -74,7 +63,7 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     """
     folders = sorted(p.parent for p in (out / "points").glob(f"*/{RESULT}") if not p.parent.suffix)
     now = code_version()
-    found = [both for both in map(partial(_read_point, now=now), folders) if both is not None]
+    found = [both for folder in folders if (both := _read_point(folder, now)) is not None]
     current, times = [result for result, _ in found], {result["key"]: took for result, took in found}
     plain = {_conditions(r): r.get("answers") for r in current if r["names"]["draft"] == "none"}
     for r in current:
@@ -117,12 +106,21 @@ def _conditions(result: dict) -> str:
     return json.dumps({k: v for k, v in result["settings"].items() if k not in own}, sort_keys=True)
 
 
-def groups(results: list[dict]) -> list[list[dict]]:
-    """The results by target, benchmark and way to decode, in order."""
+def _grouped(results: list[dict], key: Callable[[dict], str]) -> dict[str, list[dict]]:
     found: dict[str, list[dict]] = {}
     for r in results:
-        found.setdefault(_conditions(r), []).append(r)
-    return list(found.values())
+        found.setdefault(key(r), []).append(r)
+    return found
+
+
+def groups(results: list[dict]) -> list[list[dict]]:
+    """The results by target, benchmark and way to decode, in order."""
+    return list(_grouped(results, _conditions).values())
+
+
+def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
+    """The points of each drafter, in order of appearance."""
+    return _grouped(points, lambda r: r["names"]["draft"])
 
 
 def _order(result: dict) -> tuple:
@@ -151,14 +149,6 @@ def counts_of(results: list[dict]) -> dict[str, int]:
     """Return the number of decoded points, each a row of a table, and that of best trees, one for each drafter."""
     measured = [r["kind"] for r in results if "skipped" not in r]
     return {"points": measured.count("decode"), "best_trees": measured.count("best_tree")}
-
-
-def by_drafter(points: list[dict]) -> dict[str, list[dict]]:
-    """The points of each drafter, in order of appearance."""
-    found: dict[str, list[dict]] = {}
-    for r in points:
-        found.setdefault(r["names"]["draft"], []).append(r)
-    return found
 
 
 def tree_name(r: dict) -> str:

@@ -23,7 +23,7 @@ from specdec.engine.recorder import Recorder, describe
 from specdec.lab.machine import processor
 from specdec.lab.sweep.benchmarks import Benchmark, Question, converse, template_settings
 from specdec.lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
-from specdec.lab.sweep.store import done, point_folder, write_point
+from specdec.lab.sweep.store import RESULT, point_folder, write_point
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
 from specdec.lab.traces.metrics import summary
 from specdec.machine import matmul_precision
@@ -120,8 +120,9 @@ class Sweep:
         """
         loaded, drafter = None, None
         for point in points:
-            with only_writer(point_folder(self.out, point.key), wait=True):  # another process may be at this point
-                if done(self.out, point):
+            folder = point_folder(self.out, point.key)
+            with only_writer(folder, wait=True):  # another process may be at this point
+                if (folder / RESULT).is_file():
                     progress(point, "reused")
                     continue
                 if point.draft is not None and point.draft != loaded:
@@ -155,14 +156,8 @@ class Sweep:
         return self.target.tokenizer.decode([token])
 
     def _converse(self, engine: Engine, questions: list[Question], **how) -> tuple[list[Result], int]:
-        same: dict[str, Any] = {
-            "sampling": self.sampling,
-            "seed": self.seed,
-            "raw": self.raw,
-            "template": self.template,
-        }
-        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens} | same | how
-        return converse(engine, questions, **given)
+        shared = ("max_new_tokens", "sampling", "seed", "raw", "template")
+        return converse(engine, questions, **{name: getattr(self, name) for name in shared} | how)
 
     def _some(self, count: int) -> list[Question]:
         """So many of the questions, spread evenly over them; all of them if there are no more."""

@@ -32,7 +32,7 @@ from specdec.trees.spec import grid
 
 def as_list(value) -> list:
     """Return a list as it is, and any other value as a list of one."""
-    return list(value) if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [value]
 
 
 def share_of(points: list[SweepPoint], shard: int, shards: int, rank: int, world: int) -> list[SweepPoint]:

@@ -77,18 +77,16 @@ def test_a_row_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("random", "temperature", "same"), [(False, 0.0, "0 of 3"), (True, 0.0, None), (False, 0.8, None)]
+    ("random", "temperature", "same", "fastest"),
+    [(False, 0.0, "0 of 3", "lookup"), (True, 0.0, None, "sdpa"), (False, 0.8, None, "lookup")],
 )
-def test_texts_are_compared_where_they_can_be(random, temperature, same):
-    job = bench(plain=Scripted(ours=True), other=Scripted(text=8), random_weights=random)
+def test_texts_are_compared_where_they_can_be_and_what_random_weights_accept_is_no_reference(
+    random, temperature, same, fastest
+):
+    contenders = {"plain": Scripted(ours=True), "sdpa": Scripted(2.0, text=8), "lookup": Scripted(0.1, drafts=True)}
+    job = bench(**contenders, random_weights=random)
     rows = by_name(job.run(Configuration("short", 4, 5, {"temperature": temperature})))
-    assert rows["other"].get("same_text_as_plain") == same
-
-
-@pytest.mark.parametrize(("random", "fastest"), [(True, "sdpa"), (False, "lookup")])
-def test_what_random_weights_accept_is_no_reference(random, fastest):
-    contenders = {"plain": Scripted(ours=True), "sdpa": Scripted(2.0), "lookup": Scripted(0.1, drafts=True)}
-    rows = by_name(bench(**contenders, random_weights=random).run(PLAIN))
+    assert rows["sdpa"].get("same_text_as_plain") == same
     assert rows["plain"]["fastest_of_transformers"] == fastest
     assert ("means nothing" in rows["lookup"].get("note", "")) == random
     assert "note" not in rows["sdpa"]
@@ -125,13 +123,10 @@ def test_a_configuration_that_cannot_be_is_skipped(configuration, reason):
     assert reason in row["skipped"]
 
 
-def test_nothing_begins_after_the_budget():
+def test_nothing_begins_after_the_budget_and_a_small_one_is_shared_by_contenders_that_decode_fewer_texts():
     rows = by_name(bench(slow=Scripted(wait=0.3), late=Scripted(), budget=0.2, warmups=1).run(PLAIN))
     assert rows["slow"]["trials"] == 1  # it had been warmed up
     assert rows["late"]["skipped"] == "the budget of 0.2 s is used up"
-
-
-def test_a_small_budget_is_shared_by_contenders_that_decode_fewer_texts():
     slow = {name: Scripted(wait=0.1) for name in ("first", "second", "third")}
     rows = by_name(bench(budget=1.8, warmups=9, questions=9, **slow).run(PLAIN))
     for row in rows.values():
@@ -210,7 +205,6 @@ def test_ours_counts_the_drafters_weights_and_cache():
     one, two = (contender([1, 2], 9, Sampling(), 0) for contender in (plain, fast))
     assert 0 < one.cache_bytes < two.cache_bytes
     assert len(two.steps) == 4
-    assert one.tokens == Engine(target).generate([[1, 2]], max_new_tokens=9).rows[0].tokens
 
 
 # The command
@@ -228,16 +222,12 @@ def test_a_shape_with_a_simulated_tau(tmp_path):
     result = json.loads(out.read_text())
     rows, name = by_name(result["rows"]), f"speculative, {MARK} tau 2.5"
     assert list(rows) == ["plain", name, "sdpa", "assisted"]
-    assert rows[name]["simulated"]
     assert rows[name]["tokens_per_step"] == pytest.approx(5 / 2)  # rounds of 2 and 3
-    assert result["simulated"]
-    assert result["benchmark"].startswith(MARK)
+    assert all((rows[name]["simulated"], result["simulated"], result["benchmark"].startswith(MARK)))
     assert result["weights"] == "random: only speed means anything"
     assert {"machine", "versions", "revision", "command", "bandwidth_bytes_per_second", "settings"} <= set(result)
     assert printed.count(MARK) >= 3  # the title, the row, the last line
-    last = json.loads(printed.strip().splitlines()[-1])
-    assert last["benchmark"].startswith(MARK)
-    assert last["tokens_per_second"]["short: assisted"] is None
+    assert json.loads(printed.strip().splitlines()[-1])["tokens_per_second"]["short: assisted"] is None
 
 
 def test_a_trained_pair(tmp_path, target_path, drafter_path, matmul_precision):

@@ -3,17 +3,15 @@
 import pytest
 import torch
 from helpers import main_of
+from sweeps import QUESTIONS, tiny_sweep
 
 from specdec.drafters import dflash
 from specdec.drafters.formats import save_drafter
-from specdec.lab.sweep.benchmarks import Benchmark, Question
+from specdec.lab.sweep.benchmarks import Benchmark
 from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.store import write_results
-from specdec.lab.sweep.sweep import Sweep
 from specdec.model.loader import load_target
-from specdec.structs import Sampling
 from specdec.trees.spec import grid
-from specdec.verify import make_verifier
 
 generate = main_of("generate")
 
@@ -60,9 +58,7 @@ def test_a_tree_is_measured_and_decoded_with(folders, target_path, tmp_path, cap
 
 
 def test_a_sweep_has_points_over_blocks(folders, target, tmp_path):
-    benchmark = Benchmark("tiny", [Question("a", "animals", ("The quick brown",))])
-    how = {"max_new_tokens": 8, "resamples": 20, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
-    sweep, reported = Sweep(target, "signature", benchmark, tmp_path, **how), []
+    sweep, reported = tiny_sweep(target, tmp_path, Benchmark("tiny", QUESTIONS[2:])), []
     drafts = [Draft.read(str(folder)) for folder in folders.values()]
     trees = grid(2, 3, 6) + grid([1, 2], 3, 6, block=True)
     points = sweep.points(drafts, trees, baseline=True, best_tree=None)

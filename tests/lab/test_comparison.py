@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import main_of, run_here
+from helpers import main_of, refused, run_here
 
 import specdec
 from specdec import registry
@@ -183,7 +183,4 @@ def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_
     ],
 )
 def test_mistakes(prompts, tmp_path, overrides, message):
-    done = run_here(compare_main, f"out={tmp_path}", *(o.replace("PROMPTS", str(prompts)) for o in overrides))
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert message in refused(compare_main, f"out={tmp_path}", *(o.replace("PROMPTS", str(prompts)) for o in overrides))

@@ -13,45 +13,36 @@ import torch
 from edits import edited
 from helpers import main_of, run_here
 from safetensors.torch import load_file, save_file
+from sweeps import BEST, tiny_sweep
 
 from specdec.acceptance import FILE, read_acceptance
 from specdec.drafters.formats.token_map import read_token_map
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.trace_files import HEADER, NODES, ROUNDS, ROWS, read_trace
 from specdec.lab.sweep import store
-from specdec.lab.sweep.benchmarks import Benchmark, Question
 from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.report import write_report
 from specdec.lab.sweep.store import collect, print_tables
-from specdec.lab.sweep.sweep import Sweep
 from specdec.lab.traces import diagnose
 from specdec.model.loader import load_target
-from specdec.structs import Sampling
 from specdec.training.features.feature_cache import MANIFEST, SCHEMA, FeatureCache
 from specdec.training.loop.log import RunLog, read_log
-from specdec.verify import make_verifier
-
-QUESTIONS = [Question("a", "animals", ("The quick brown",)), Question("b", "numbers", ("What is 12 + 30?",))]
 
 
 @pytest.fixture(scope="module")
 def swept(target_path, drafter_path, tmp_path_factory):
     """A sweep of plain decoding, a drafter with a tree, one that cannot be, and a best tree."""
     out = tmp_path_factory.mktemp("swept")
-    how = {"max_new_tokens": 8, "resamples": 5, "probe": 1, "sampling": Sampling(), "verifier": make_verifier("match")}
-    found = Sweep(load_target(target_path), "signature", Benchmark("tiny", QUESTIONS), out, **how)
-    best = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
-    found.run(found.points([Draft.read(str(drafter_path))], ["2/2/4", "2/2/60"], True, best))
+    found = tiny_sweep(load_target(target_path), out, resamples=5)
+    found.run(found.points([Draft.read(str(drafter_path))], ["2/2/4", "2/2/60"], True, BEST))
     assert len(collect(out)[0]) == 4
     return out
 
 
 @pytest.fixture(scope="module")
 def trace(swept):
-    (found,) = [
-        p for p in swept.glob("points/*/trace") if any(r.tree for row in read_trace(p).rows for r in row.rounds)
-    ]
-    return found
+    traces = swept.glob("points/*/trace")
+    return next(p for p in traces if any(r.tree for row in read_trace(p).rows for r in row.rounds))
 
 
 class Everything:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import tiny_target
 from matplotlib.text import Text
+from sweeps import BEST, tiny_sweep
 
 from specdec.drafters import eagle3
 from specdec.drafters.vocab import DraftVocab
@@ -20,12 +21,10 @@ from specdec.lab.sweep.benchmarks import Benchmark, Question
 from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.report import REPORT, DrawnNode, best_tree_svg, round_svg, tree_svg, write_report
 from specdec.lab.sweep.store import collect, print_tables, table_of, write_results
-from specdec.lab.sweep.sweep import Sweep
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.trees import DynamicTree
-from specdec.verify import make_verifier
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -179,17 +178,14 @@ def test_the_best_tree_shows_how_often_nodes_are_reached():
 @pytest.fixture(scope="module")
 def out(target_path, drafter_path, tmp_path_factory):
     """Two benchmarks in one folder: two drafters on the first, plain decoding of the second."""
-    out = tmp_path_factory.mktemp("report")
-    target = load_target(target_path)
+    out, target = tmp_path_factory.mktemp("report"), load_target(target_path)
     texts = ("The quick", "Ein Café", "12 + 30")
     questions = [Question(str(i), "ab"[i % 2], (text,)) for i, text in enumerate(texts)]
     drafts = [Draft.read({"draft": str(drafter_path), "name": "eagle<3>"}), Draft.read("ngram")]
-    best = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
     for name, some in (("first", drafts), ("<second>", [])):
-        how = {"max_new_tokens": 12, "resamples": 20, "probe": 1}
         benchmark = Benchmark(name, questions[: 2 + len(some)], skipped=3)
-        sweep = Sweep(target, "f", benchmark, out, Sampling(), make_verifier("match"), **how)
-        sweep.run(sweep.points(some, ["1/2/3", "2/2/4", "2/3/50"], True, best))
+        sweep = tiny_sweep(target, out, benchmark, max_new_tokens=12)
+        sweep.run(sweep.points(some, ["1/2/3", "2/2/4", "2/3/50"], True, BEST))
     results, timings, _ = write_results(out)
     write_report(out, results, timings, command="specdec sweep <x>")
     return out

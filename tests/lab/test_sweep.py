@@ -7,15 +7,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from helpers import main_of, run_here
+from helpers import main_of, refused, run_here
+from sweeps import BENCHMARK, BEST, tiny_sweep
 
 from specdec.cli import revision
 from specdec.engine.trace_files import read_trace
 from specdec.lab.sweep import store, sweep
-from specdec.lab.sweep.benchmarks import Benchmark, Question
+from specdec.lab.sweep.benchmarks import Benchmark
 from specdec.lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
 from specdec.lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
-from specdec.lab.sweep.sweep import Sweep
 from specdec.lab.sweep.sweep_command import share_of
 from specdec.lab.traces.metrics import METRICS
 from specdec.model.loader import load_target
@@ -24,15 +24,6 @@ from specdec.verify import make_verifier
 
 sweep_main = main_of("sweep")
 
-BENCHMARK = Benchmark(
-    "tiny",
-    [
-        Question("a", "animals", ("The quick brown", "And the dog?")),
-        Question("b", "numbers", ("What is 12 + 30?",)),
-        Question("c", "animals", ("Ein Café",)),
-    ],
-)
-BEST = {"questions": 2, "steps": 2, "topk": 2, "num_draft_tokens": [4]}
 SHAPES = ["1/2/3", "2/2/4", "2/2/60"]  # the last cannot be
 
 
@@ -41,26 +32,14 @@ def target(target_path):
     return load_target(target_path)
 
 
-def make(target, out, **how) -> Sweep:
-    out.mkdir(exist_ok=True)
-    common = {
-        "max_new_tokens": 8,
-        "resamples": 20,
-        "probe": 1,
-        "sampling": Sampling(),
-        "verifier": make_verifier("match"),
-    }
-    return Sweep(target, "signature", how.pop("benchmark", BENCHMARK), out, **common | how)
-
-
-def points_of(found: Sweep, drafter_path):
+def points_of(found, drafter_path):
     drafts = [Draft.read(str(drafter_path)), Draft.read("ngram")]
     return found.points(drafts, SHAPES, baseline=True, best_tree=BEST)
 
 
 def measure(target, drafter_path, out, **how) -> list[str]:
     lines = []
-    found = make(target, out, **how)
+    found = tiny_sweep(target, out, **how)
     found.run(points_of(found, drafter_path), lambda point, what: lines.append(what))
     write_results(out)
     return lines
@@ -80,7 +59,7 @@ def whole(target, drafter_path, tmp_path_factory):
 
 def test_the_key_covers_all_that_matters(target, drafter_path, tmp_path, monkeypatch):
     def keys(**how):
-        found = make(target, tmp_path / "x", **how)
+        found = tiny_sweep(target, tmp_path / "x", **how)
         return [point.key for point in points_of(found, drafter_path)]
 
     first = keys()
@@ -199,18 +178,18 @@ def test_killed_and_resumed_is_the_same(place, whole, target, drafter_path, tmp_
 
 
 def test_jobs_that_share_a_sweep_make_the_same_file(whole, target, drafter_path, tmp_path):
-    found = make(target, tmp_path / "shared")
+    found = tiny_sweep(target, tmp_path / "shared")
     points = points_of(found, drafter_path)
     shares = [share_of(points, shard, 2, rank, 2) for shard in (0, 1) for rank in (0, 1)]
     assert sorted(p.key for share in shares for p in share) == sorted(p.key for p in points)
     for share in reversed(shares):
-        make(target, tmp_path / "shared").run(share)
+        tiny_sweep(target, tmp_path / "shared").run(share)
         write_results(tmp_path / "shared")
     assert (tmp_path / "shared" / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
 
 
 def test_answers_of_one_token_make_no_best_tree(target, drafter_path, tmp_path):
-    found = make(target, tmp_path / "short", max_new_tokens=1)
+    found = tiny_sweep(target, tmp_path / "short", max_new_tokens=1)
     points = [point for point in points_of(found, drafter_path) if point.kind == "best_tree"]
     with pytest.raises(ValueError, match="every answer that the best tree is measured along, of 2, is one token long"):
         found.run(points)
@@ -270,7 +249,4 @@ def test_mistakes(questions, target_path, tmp_path, overrides, message):
     if "Q" in overrides:
         defaults += [f"benchmark.path={questions}", f"target.path={target_path}", "draft=ngram"]
     given += [d for d in defaults if not any(o.startswith(d.partition("=")[0] + "=") for o in given)]
-    done = run_here(sweep_main, *given)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert message in refused(sweep_main, *given)

@@ -30,10 +30,7 @@ RECORDS = {
     "cnn_dm": ({"article": "It rained.", "highlights": "Rain.", "id": "a1"}, ("Summarize: It rained.",)),
     "qa": ({"question": "who was it", "answer": ["he"]}, ("who was it",)),
     "spec_bench": ({"question_id": 1, "category": "rag", "turns": ["Who?"], "reference": ["He."]}, ("Who?",)),
-    "sharegpt": (
-        {"id": "z", "conversations": [{"from": f, "value": v} for f, v in (("human", "Hi"), ("gpt", "Ho"))]},
-        ("Hi",),
-    ),
+    "sharegpt": ({"conversations": [{"from": f, "value": v} for f, v in (("human", "Hi"), ("gpt", "Ho"))]}, ("Hi",)),
 }
 
 

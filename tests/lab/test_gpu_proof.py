@@ -30,11 +30,10 @@ def program(code: str, name: str = "a", seconds: float = 1.0, **settings) -> Sta
 def test_a_stage_ends_and_its_output_is_on_disk(tmp_path):
     args = options(tmp_path / "out folder")
     args.out.mkdir()
-    record = run_stage(program("print('words')", name="a b"), 30, args)
-    assert (record["outcome"], record["exit_code"], record["last_line"]) == ("done", 0, "words")
-    assert (args.out / "a_b.log").read_text() == "words\n"
-    record = run_stage(program("import sys; sys.exit('no luck')"), 30, args)
-    assert (record["outcome"], record["exit_code"], record["last_line"]) == ("failed", 1, "no luck")
+    for code, *ended in (("print('words')", "done", 0, "words"), ("exit('no luck')", "failed", 1, "no luck")):
+        record = run_stage(program(code, name="a b"), 30, args)
+        assert [record["outcome"], record["exit_code"], record["last_line"]] == ended
+        assert (args.out / "a_b.log").read_text() == f"{ended[-1]}\n"
     record = run_stage(Stage("c", 1, "-c 'import sys; print(sys.argv[1:])' {result} {limit} {budget}"), 40, args)
     assert record["last_line"] == str([str(args.out / "c.json"), "40", "30"])
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import main_of, tiny_drafter, tiny_target
+from helpers import main_of, run_here, tiny_drafter, tiny_target
 
 from specdec.cli.settings import read_settings
 from specdec.drafters import ngram
@@ -165,18 +165,17 @@ def test_real_runs_say_what_generate_says(pair):
     assert turns == [(done, 12) for done in range(1, 13)]
 
 
+SETTING = "topk 2, steps 2, num_draft_tokens 5"
+
+
 @pytest.mark.parametrize(
     ("plain", "best", "verdict"),
     [
-        (50.0, TREE, "topk 2, steps 2, num_draft_tokens 5: 75.0 tokens/s, 1.50 times plain decoding"),
-        (
-            100.0,
-            None,
-            "decode plainly: no setting beats plain decoding (100.0 tokens/s) here; the best one that drafts, topk 2, "
-            "steps 2, num_draft_tokens 5, reaches 0.75 of it",
-        ),
+        (50.0, TREE, f"{SETTING}: 75.0 tokens/s, 1.50 times plain decoding"),
+        (100.0, None, "decode plainly: no setting beats plain decoding (100.0 tokens/s) here; "
+         f"the best one that drafts, {SETTING}, reaches 0.75 of it"),
     ],
-)
+)  # fmt: skip
 def test_the_fastest_that_was_tried_wins(monkeypatch, plain, best, verdict):
     """Whatever was predicted."""
     rates = {None: plain, CHAIN: 60.0, TREE: 75.0}
@@ -202,7 +201,7 @@ def test_the_fastest_that_was_tried_wins(monkeypatch, plain, best, verdict):
 
 @pytest.fixture
 def tiny(target_path, drafter_path, tmp_path, monkeypatch):
-    """Run the command on the tiny pair with few settings; returns (exit code, the settings file)."""
+    """Run the command on the tiny pair with few settings; returns what it printed and the settings file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "prompts.txt").write_text("The quick\nWhat is 12\nEin Café\n", encoding="utf-8")
     out = tmp_path / "best.yaml"
@@ -211,28 +210,21 @@ def tiny(target_path, drafter_path, tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
-    def call(*flags):
-        try:
-            main_of("tune")([*map(str, (*models, *few, "--repeats", 1, "--out", out, *flags))])
-            return 0, out
-        except SystemExit as stop:
-            return stop.code, out
-
-    yield call
+    words = *models, *few, "--repeats", 1, "--out", out
+    yield lambda *flags: (run_here(main_of("tune"), *map(str, (*words, *flags))), out)
     torch.set_num_threads(threads)
 
 
-def generated(capsys, *words) -> str:
-    main_of("generate")([*map(str, words), "--prompt", "The quick", "--max-new-tokens", "8", "--json"])
-    return json.loads(capsys.readouterr().out.splitlines()[-1])["text"]
+def generated(*words, how: str = "--json") -> str:
+    words = *words, "--prompt", "The quick", "--max-new-tokens", 8, how
+    return run_here(main_of("generate"), *map(str, words)).stdout
 
 
-def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys, matmul_precision):
+def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, matmul_precision):
     (tmp_path / "tree.yaml").write_text("paths: [[0], [1], [2], [0, 0], [0, 0, 0]]")  # deeper and wider than the rest
     flags = "--json", "--batch-size", 2, "--matmul-precision", "medium"
-    code, out = tiny(*flags, "--tree", tmp_path / "tree.yaml")
-    assert code == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    done, out = tiny(*flags, "--tree", tmp_path / "tree.yaml")
+    report = json.loads(done.stdout.splitlines()[-1])
     assert report["settings_predicted"] == len(useful_trees((1, 2), 2, (3, 5))) + 1
     assert report["tried"][0]["setting"] == "plain"
     assert all(t["predicted_tau"] == t["measured_tau"] for t in report["tried"])
@@ -241,10 +233,11 @@ def test_what_is_tuned_can_be_decoded_with(tiny, target_path, tmp_path, capsys, 
     assert settings["target"] == str(target_path)
     assert settings["matmul_precision"] == report["machine"]["matmul_precision"] == "medium"
     assert ("draft" in settings) != settings.get("no_draft", False)
-    assert generated(capsys, "--settings", out) == generated(capsys, "--target", target_path, "--no-draft")
+    texts = [generated(*words) for words in (("--settings", out), ("--target", target_path, "--no-draft"))]
+    assert len({json.loads(text.splitlines()[-1])["text"] for text in texts}) == 1
 
 
-def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_path, monkeypatch, capsys):
+def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_path, monkeypatch):
     """Where drafting wins."""
 
     def fake(target, drafter, prompts, settings, **how):
@@ -252,16 +245,14 @@ def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_
 
     monkeypatch.setattr(lab, "measure_rates", fake)
     few = "--topk", "2", "--steps", "1", "--num-draft-tokens", "3"
-    code, out = tiny(*few)
-    assert code == 0
-    assert "4.0 tokens/s, 4.00 times plain decoding" in capsys.readouterr().out
+    done, out = tiny(*few)
+    assert "4.0 tokens/s, 4.00 times plain decoding" in done.stdout
     pair = {"target": str(target_path), "draft": str(drafter_path), "verifier": "match"}
     assert read_settings(out) == pair | {"topk": 2, "steps": 1, "num_draft_tokens": 3}
     (tmp_path / "wide.yaml").write_text("paths: [[0], [1], [2]]")
-    code, out = tiny(*few, "--tree", tmp_path / "wide.yaml")
+    tiny(*few, "--tree", tmp_path / "wide.yaml")
     assert read_settings(out) == pair | {"tree": str(tmp_path / "wide.yaml")}
-    main_of("generate")(["--settings", str(out), "--prompt", "The quick", "--max-new-tokens", "4", "--show-trees"])
-    assert "|-- " in capsys.readouterr().out
+    assert "|-- " in generated("--settings", out, how="--show-trees")
 
 
 @pytest.mark.parametrize(
@@ -277,8 +268,8 @@ def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_
         (["--tree", "nowhere.yaml"], "no such tree file: nowhere.yaml"),
     ],
 )
-def test_mistakes(tiny, capsys, flags, message):
-    code, out = tiny(*flags)
-    assert code == 2
-    assert message in capsys.readouterr().err
+def test_mistakes(tiny, flags, message):
+    done, out = tiny(*flags)
+    assert done.returncode == 2
+    assert message in done.stderr
     assert not out.exists()

@@ -110,10 +110,7 @@ def repeats(tokens: Sequence[int]) -> list[bool]:
 
 
 def unlikelihood(model: LlamaForCausalLM, rows: Sequence[tuple[list[int], list[int]]]) -> Tensor:
-    """Return the mean of -log(1 - p) over the repeats in answers (Welleck et al. 2020, arXiv 1908.04319); 0 of none.
-
-    rows: the ids of a question and of its answer.
-    """
+    """Return the mean of -log(1 - p) over repeats in answers (arXiv 1908.04319). rows: ids of question and answer."""
     bad = [[False] * len(question) + repeats(answer) for question, answer in rows]
     pad = torch.nn.utils.rnn.pad_sequence
     ids = pad([torch.tensor([*question, *answer]) for question, answer in rows], batch_first=True)

@@ -49,13 +49,9 @@ def short_name(path: str | Path) -> str:
 
 
 def own_names(entries: Sequence, name_of: Callable[[Any, bool], str]) -> list[str]:
-    """Return a distinct name for each drafter.
+    """Return distinct names: `name_of(entry, False)`, or, if others have that too, `name_of(entry, True)`.
 
-    `name_of(entry, whole)` returns an entry's short name, or with `whole` its full path. An entry gets its full path if
-    its short name is not unique.
-
-    Raises:
-        ValueError: If two names are still the same.
+    Raises ValueError if two names are still the same.
     """
     short = [name_of(entry, False) for entry in entries]
     names = [name_of(entry, short.count(name) > 1) for entry, name in zip(entries, short, strict=True)]

@@ -63,10 +63,7 @@ def random_prompts(vocab: int, questions: int, seed: int) -> Prompts:
 
 
 def text_prompts(texts: list[list[int]], questions: int) -> Prompts:
-    """Encoded prompts brought to length. Every trial takes the next ones.
-
-    A short prompt gets others before it, and a long one loses its beginning: the answer follows the true end.
-    """
+    """Encoded prompts with others in front of short ones, cut in front to length. Every trial takes the next ones."""
 
     def prompts(trial: int, length: int) -> list[list[int]]:
         out = []

@@ -225,10 +225,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 async def measure(args: argparse.Namespace, prompts: Sequence[str], transport=None) -> dict:
-    """All loads, one after the other. transport: to reach an application in this process.
-
-    ValueError if there is no such server.
-    """
+    """All loads in order. transport: to an application in this process. ValueError if there is no such server."""
     import httpx2
 
     key = args.api_key or os.environ.get(KEY)

@@ -102,10 +102,7 @@ class Peer(Contender):
 
 
 class CTranslate2(Peer):
-    """`generate_batch` of CTranslate2, with a callback for every token.
-
-    Sampled tokens do not depend on the seed, because CTranslate2's threads have seeds of their own.
-    """
+    """`generate_batch` of CTranslate2, with a callback for every token. Its threads have seeds of their own."""
 
     engine, modules = "CTranslate2", ("ctranslate2",)
 
@@ -133,10 +130,7 @@ class CTranslate2(Peer):
 
 
 class LlamaCpp(Peer):
-    """llama.cpp's server, from `xllamacpp`, which streams each token as a chunk of text.
-
-    The cache is in fp16, llama.cpp's default. The server decides whether to use flash attention.
-    """
+    """llama.cpp's server, from `xllamacpp`, which streams each token as text. By its default the cache is in fp16."""
 
     engine, modules = "llama.cpp", ("xllamacpp", "gguf")
 
@@ -180,10 +174,7 @@ class LlamaCpp(Peer):
 
 
 def peers_by_name(target, slots: int) -> dict[str, Callable[[], Contender]]:
-    """Return makers: ENGINE with weights of the target's dtype, ENGINE-fp32, -fp16 and -bf16 with those of another.
-
-    slots: tokens of the longest text that will be decoded, its prompt included.
-    """
+    """Return makers: ENGINE of the target's dtype, ENGINE-fp32, -fp16 and -bf16. slots: tokens of the longest text."""
     makers: dict[str, Callable[[], Contender]] = {}
     for name, engine in {"ctranslate2": CTranslate2, "llama.cpp": LlamaCpp}.items():
         makers[name] = partial(engine, target, slots, target.dtype)

@@ -73,10 +73,7 @@ class LawProof:
 def three_tokens(
     policy: TreePolicy, verifier: Verifier, sampling: Sampling, draws: int, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The three tokens [draws,3] that follow token 0, and how many of them were emitted [draws].
-
-    Those that were not are drawn from the target.
-    """
+    """The three tokens [draws,3] after token 0, and how many were emitted [draws]; the target draws the others."""
     target, drafter = table_logits()[0], TableDrafter(table_logits()[1])
     rows = Noise([(seed, row) for row in range(draws)], hashes_of(torch.arange(VOCAB)))
     root = torch.zeros(draws, dtype=torch.int64)
@@ -114,10 +111,7 @@ def prove_law(
 
 
 def chi_square(seen: Tensor, expected: Tensor) -> float:
-    """The p-value of counts [K] against expected counts [K] of the same sum.
-
-    It is 0 where the impossible happened, and NaN where the counts are too few.
-    """
+    """The p-value of counts [K] against expected ones of the same sum: 0 after the impossible, NaN of few counts."""
     if seen[expected == 0].sum() > 0:
         return 0.0
     rare = expected < LEAST_EXPECTED

@@ -68,7 +68,7 @@ class Script:
 
 
 def script(prompts: list[list[int]], drafts: int, accepted: int, vocab: int, seed: int) -> Script:
-    """Return three rounds for rows of a rollback test: drafts, none, and drafts again.
+    """Return three rounds for the rows of a test: drafts, none, and drafts again.
 
     Row r accepts (`accepted` + r) modulo `drafts` of its drafts in the first and the last round, so never all of them.
     """

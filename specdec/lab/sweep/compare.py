@@ -60,10 +60,7 @@ class Score:
 
 @dataclass
 class Tally:
-    """What one way to decode has done so far.
-
-    counts: fp64 [prompts,3], of each prompt with all its trials the rounds, the tokens that they emitted, and seconds.
-    """
+    """What one way has done so far. counts: fp64 [prompts,3], by prompt rounds, tokens emitted in them, seconds."""
 
     counts: Tensor
     rows: list[Sequence] = field(default_factory=list)

@@ -45,10 +45,7 @@ SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 
 
 @dataclass
 class Comparison:
-    """What `compare` found: a score for each drafter, in the order in which they were given.
-
-    Printed it is a table, followed by a summary in words.
-    """
+    """What `compare` found: a score for each drafter, in order. It prints as a table with a summary in words."""
 
     scores: list[Score]
     plain_tokens_per_second: float

@@ -40,11 +40,9 @@ class Draft:
     def read(cls, setting: str | dict, whole: bool = False) -> "Draft":
         """whole: where the setting gives no name, the whole path is it, and not its end (`short_name`)."""
         given = read_entry(setting, ("draft", "token_map", "feedback", "name"), "an entry of draft")
-        if not isinstance(given["draft"], str):
-            raise ValueError(f"draft must be a text, got {given['draft']!r}")
         path, token_map = bundled(given["draft"]), given.get("token_map")
         short = given["draft"] if whole else short_name(path)
-        name = given.get("name") or "".join([short, " FR-Spec" if token_map else ""])
+        name = given.get("name") or f"{short}{' FR-Spec' if token_map else ''}"
         return cls(name, path, token_map and bundled(token_map), given.get("feedback"))
 
     def identity(self) -> dict:
@@ -89,10 +87,7 @@ def tree_settings(tree: str) -> dict[str, int | bool | None]:
 
 
 def signature(path: str) -> str:
-    """A digest of a checkpoint's weights, configs, tokenizer and templates, byte by byte.
-
-    Raises ValueError if there is none.
-    """
+    """A digest of a checkpoint's weights, configs, tokenizer and templates. Raises ValueError if there is none."""
     folder = resolve(path)
     files = {file for pattern in SMALL_FILES for file in folder.glob(pattern) if file.name != FILE} | set(
         weight_files(folder)

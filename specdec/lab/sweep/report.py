@@ -66,10 +66,7 @@ DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function,
 
 
 def write_report(out: Path, results: list[dict], timings: dict[str, dict], command: str) -> Path:
-    """Write report.html and figures/*.png into a sweep's folder; returns the page's path.
-
-    Raises ValueError if nothing was measured, or they cannot be written.
-    """
+    """Write report.html and figures/*.png; return the page's path. Raises ValueError if nothing was measured."""
     if not any(decoded(group) for group in groups(results)):
         raise ValueError(f"{out} holds no point that decoded with a drafter: there is nothing to report")
     page = [_section(out, number, group, timings) for number, group in enumerate(groups(results), 1)]

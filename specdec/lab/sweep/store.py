@@ -77,10 +77,7 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
 
 
 def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
-    """What was measured at a point, and its times; None if another version of the code made it.
-
-    Raises ValueError, one sentence, for files that were changed by hand or are damaged.
-    """
+    """A point's result and times, or None if other code made it. ValueError, one sentence, for damaged or edited files."""
     try:
         result, times = (read_json(folder / name) for name in (RESULT, TIMES))
         for name, content in ((RESULT, result), (TIMES, times)):

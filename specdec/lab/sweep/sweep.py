@@ -110,13 +110,9 @@ class Sweep:
     def run(
         self, points: list[SweepPoint], progress: Callable[[SweepPoint, str], None] = lambda point, what: None
     ) -> None:
-        """Measure the points that have no result yet.
+        """Measure the points that have no result yet, in order.
 
-        If a tree cannot be built, or the drafter cannot draft it, the point's result is 'skipped' with the reason.
-
-        Args:
-            points: The points in the order of measurement.
-            progress: Called with each point and 'reused', 'skipped: REASON' or 'measured'.
+        progress: called with each point and 'measured', 'reused', or 'skipped: REASON' if its tree cannot be drafted.
         """
         loaded, drafter = None, None
         for point in points:

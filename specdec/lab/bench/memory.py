@@ -33,7 +33,7 @@ def device_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Return the memory's bytes/s: the faster of reading and copying a tensor beyond any cache, with torch's threads."""
+    """Return the memory's bytes/s: the faster of reading and copying a tensor beyond any cache, by torch's threads."""
     size = GPU_BYTES if device.type == "cuda" else CPU_BYTES
     source = torch.ones(size // 4, device=device)
     copy = torch.empty_like(source)

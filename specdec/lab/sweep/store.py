@@ -77,7 +77,7 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
 
 
 def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
-    """A point's result and times, or None if other code made it. ValueError, one sentence, for damaged or edited files."""
+    """A point's result and times; None if other code made it. Raises ValueError for damaged or edited files."""
     try:
         result, times = (read_json(folder / name) for name in (RESULT, TIMES))
         for name, content in ((RESULT, result), (TIMES, times)):

@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from helpers import main_of, refused, run_here, save_hf, tiny_drafter, tiny_target
+from helpers import main_of, run_here, save_hf, tiny_drafter, tiny_target
 
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
@@ -241,27 +241,6 @@ def test_a_trained_pair(tmp_path, target_path, drafter_path, matmul_precision):
     assert not result["simulated"]
     assert [row["same_text_as_plain"] for row in result["rows"]] == ["2 of 2"] * 3
     assert result["weights"] == str(target_path)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["shape=tiny", "simulate_tau=9"], "a simulated tau of 9 needs trees of at least 8 levels, this one has 5"),
-        (["shape=tiny", "simulate_tau=0.5"], "a simulated tau must be at least 1"),
-        (["shape=tiny", "suite.contenders=[vllm]"], "there is no contender 'vllm': there are plain"),
-        (["shape=tiny", "suite.configurations=[huge]"], "there is no configuration 'huge'"),
-        (["shape=tiny", "configurations.short.prompt=0"], "short.prompt must be a positive whole number, got 0"),
-        (["shape=tiny", "+configurations.short.odd=1"], "configurations.short: got an unexpected keyword argument"),
-        (["shape=tiny", "draft_dtype=bf16"], "with shape= leave out target.path, assistant, token_map, draft_dtype"),
-        (["shape=tiny", "device=abacus"], "device 'abacus' cannot be used here"),
-        (["shape=tiny", "out=/no/such/folder/a.json"], "there is no folder /no/such/folder"),
-        (["shape=huge"], "In 'bench': Could not find 'shape/huge'"),
-        ([], "give prompts=FILE, or a shape="),
-    ],
-)
-def test_mistakes_are_one_sentence(tmp_path, words, message):
-    assert message in refused(main, f"out={tmp_path / 'a.json'}", *words)
-    assert not (tmp_path / "a.json").exists()
 
 
 # Simulated taus

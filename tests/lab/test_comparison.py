@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from helpers import main_of, refused, run_here
+from helpers import main_of, run_here
 
 import specdec
 from specdec import registry
@@ -139,14 +139,9 @@ def test_other_engines_are_compared_in_words():
 # The command
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.txt"
-    path.write_text("What is a tree?\nName three animals that live in the sea.\n")
-    return path
-
-
-def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_path, monkeypatch):
+def test_table_chart_and_result(target, target_path, drafter_path, tmp_path, monkeypatch):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("What is a tree?\nName three animals that live in the sea.\n")
     monkeypatch.setenv("COLUMNS", "200")
     entries = (
         f"target.path={target_path}", "~entries", f"+entries.eagle3={{draft: {drafter_path}}}",
@@ -168,19 +163,3 @@ def test_table_chart_and_result(prompts, target, target_path, drafter_path, tmp_
     assert [row["name"] for row in rows] == ["eagle3", "lossy"]
     assert float(rows[0]["tau"]) == eagle3["tau"]
     assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([], "no prompts: give --prompts FILE"),
-        (["prompts=nowhere.txt"], "nowhere.txt"),
-        (["prompts=PROMPTS", "max_new_tokens=1"], "max_new_tokens must be at least 2"),
-        (["prompts=PROMPTS", "~entries", "+entries.a={tree: chain}"], "entries.a lacks the field draft"),
-        (["prompts=PROMPTS", "~entries", "+entries.a={draft: ngram, trees: x}"], "unknown field trees"),
-        (["prompts=PROMPTS", "target.path=nowhere"], "nowhere"),
-        (["prompts=PROMPTS", "with=[transformer]", "draft=ngram"], "there is no contender 'transformer'"),
-    ],
-)
-def test_mistakes(prompts, tmp_path, overrides, message):
-    assert message in refused(compare_main, f"out={tmp_path}", *(o.replace("PROMPTS", str(prompts)) for o in overrides))

@@ -149,17 +149,3 @@ def test_every_stage_is_a_command_that_exists(tiny, tmp_path):
             assert any((ROOT / p).exists() for p in (path, path.with_suffix(".py"))) or str(path) == "pytest"
             shapes = [word.removeprefix("shape=") for word in words if word.startswith("shape=")]
             assert all((ROOT / "conf" / "shape" / f"{shape}.yaml").is_file() for shape in shapes)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--stages", "moon"], "there is no part and no stage 'moon': there are tests: tests; shape: bench"),
-        (["--minutes", "0"], "--minutes must be positive"),
-        (["--conversations", "nowhere.jsonl"], "no such data file: nowhere.jsonl"),
-        (["--device", "abacus"], "device 'abacus' cannot be used here"),
-    ],
-)
-def test_mistakes_are_one_sentence(monkeypatch, tmp_path, words, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused(gpu_proof.main, "--device", "cpu", *words)

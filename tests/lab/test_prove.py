@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import Credulous, main_of, refused, tiny_drafter, tiny_target
+from helpers import Credulous, main_of, tiny_drafter, tiny_target
 from hybrids import hybrid_target
 from scipy import stats
 
@@ -150,18 +150,3 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path):
     assert "No bug found" in (tmp_path / "proof.md").read_text()
     main([*how, "--draws", "4000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--target", "somewhere"], "no drafter is bundled for somewhere: give --draft FOLDER, or --draft ngram"),
-        (["--out", "nowhere/page.md"], "there is no folder nowhere"),
-        (["--prompts", "none.txt"], "no such prompt file"),
-        (["--plain-server", "http://x"], "--plain-server needs --server"),
-        (["--server", "localhost:8000"], "begins with http:// or https://"),
-        (["--server", "http://x", "--draft", "ngram"], "a server has its own drafter"),
-    ],
-)
-def test_mistakes_are_one_sentence(flags, message):
-    assert message in refused(main, *flags)

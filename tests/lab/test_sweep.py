@@ -7,7 +7,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from helpers import main_of, refused, run_here
+from helpers import main_of, run_here
 from sweeps import BENCHMARK, BEST, tiny_sweep
 
 from specdec.cli import revision
@@ -198,16 +198,10 @@ def test_answers_of_one_token_make_no_best_tree(target, drafter_path, tmp_path):
 # The command
 
 
-@pytest.fixture
-def questions(tmp_path):
-    path = tmp_path / "questions.jsonl"
+def test_the_command(target_path, drafter_path, tmp_path):
+    out, questions = tmp_path / "out", tmp_path / "questions.jsonl"
     records = [{"question_id": q.id, "category": q.category, "turns": q.turns} for q in BENCHMARK.questions]
-    path.write_text("".join(json.dumps(r) + "\n" for r in records))
-    return path
-
-
-def test_the_command(questions, target_path, drafter_path, tmp_path):
-    out = tmp_path / "out"
+    questions.write_text("".join(json.dumps(r) + "\n" for r in records))
     settings = (
         f"benchmark.path={questions}", f"target.path={target_path}", f"draft={drafter_path}", f"out={out}",
         "topk=[1,2]", "steps=2", "num_draft_tokens=[4,60]", "max_new_tokens=8", "resamples=20", "best_tree.questions=2",
@@ -224,29 +218,3 @@ def test_the_command(questions, target_path, drafter_path, tmp_path):
     assert (out / "report.html").is_file()
     assert json.loads(run_here(sweep_main, *settings, "report=false").stdout.splitlines()[-1])["reused"] == 5
     assert (out / RESULTS).read_bytes() == results
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([], "the benchmark own has no path: give benchmark.path=FILE"),
-        (["benchmark.path=nowhere.jsonl"], "no such data file: nowhere.jsonl"),
-        (["Q", "draft=nowhere/at/all"], "no such checkpoint folder: nowhere/at/all"),
-        (["Q", "draft={drafts: x}"], "an entry of draft has the unknown field drafts"),
-        (["Q", "draft=[ngram,ngram]"], "two drafters are called ngram"),
-        (["Q", "draft={draft: ngram, token_map: nowhere.json}"], "cannot read nowhere.json"),
-        (["Q", "steps=[]"], r"steps must be a positive whole number or a list of such, got []"),
-        (["Q", "shards=2", "shard=2"], "shard must lie between 0 and shards - 1, got shard 2 of 2"),
-        (["Q", "max_new_tokens=1"], "every answer to own is one token long"),
-        (["Q", "max_new_tokens=5000"], "no question of own fits the target's context"),
-        (["Q", "thinking=true", "raw=true"], "thinking was set, but the prompts are raw"),
-        (["Q", "out=QUESTIONS"], "cannot write to"),
-    ],
-)
-def test_mistakes(questions, target_path, tmp_path, overrides, message):
-    given = [o.replace("QUESTIONS", str(questions)) for o in overrides if o != "Q"]
-    defaults = [f"out={tmp_path / 'out'}"]
-    if "Q" in overrides:
-        defaults += [f"benchmark.path={questions}", f"target.path={target_path}", "draft=ngram"]
-    given += [d for d in defaults if not any(o.startswith(d.partition("=")[0] + "=") for o in given)]
-    assert message in refused(sweep_main, *given)

@@ -253,23 +253,3 @@ def test_the_file_names_pair_tree_and_rule(tiny, target_path, drafter_path, tmp_
     tiny(*few, "--tree", tmp_path / "wide.yaml")
     assert read_settings(out) == pair | {"tree": str(tmp_path / "wide.yaml")}
     assert "|-- " in generated("--settings", out, how="--show-trees")
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--repeats", "0"], "--repeats must be at least 1"),
-        (["--max-new-tokens", "1"], "must be at least 2"),
-        (["--topk", "1,x"], "wants whole numbers"),
-        (["--topk", "0"], "wants numbers of at least 1"),
-        (["--topk", "2", "--num-draft-tokens", "60"], "there is no setting"),
-        (["--prompts", "nowhere.txt"], "no such prompt file: nowhere.txt"),
-        (["--out", "nowhere/x.yaml"], "there is no folder"),
-        (["--tree", "nowhere.yaml"], "no such tree file: nowhere.yaml"),
-    ],
-)
-def test_mistakes(tiny, flags, message):
-    done, out = tiny(*flags)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert not out.exists()

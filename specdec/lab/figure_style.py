@@ -13,23 +13,11 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vPX"
 PART_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "commit": "#CC79A7", "round": "#009E73", "host": "#999999"}
 STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#777777",
-    "axes.grid": True,
-    "grid.color": "#e4e4e4",
-    "grid.linewidth": 0.7,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "lines.linewidth": 1.4,
-    "lines.markersize": 5,
-    "svg.fonttype": "none",
-    "text.parse_math": False,  # names may hold a dollar sign
-    "svg.hashsalt": "specdec",
-}
+    "font.family": "DejaVu Sans", "font.size": 9, "legend.frameon": False, "lines.linewidth": 1.4,
+    "lines.markersize": 5, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#777777",
+    "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.7, "svg.fonttype": "none",
+    "svg.hashsalt": "specdec", "text.parse_math": False,  # names may hold a dollar sign
+}  # fmt: skip
 
 
 def looks_of(name: str, names: Iterable[str]) -> dict:
@@ -56,8 +44,7 @@ def subplots(rows: int = 1, columns: int = 1, *, figsize: tuple[float, float], *
 def error_bars(entries: list[dict]) -> list[list[float]]:
     """Distances to the ends of the intervals; 0 where there is no interval, and where rounding makes them negative."""
     below = [0.0 if e["low"] is None else max(e["value"] - e["low"], 0.0) for e in entries]
-    above = [0.0 if e["high"] is None else max(e["high"] - e["value"], 0.0) for e in entries]
-    return [below, above]
+    return [below, [0.0 if e["high"] is None else max(e["high"] - e["value"], 0.0) for e in entries]]
 
 
 def stacked_bars(axis: Axes, parts: dict[str, list[float]], **how) -> list[float]:

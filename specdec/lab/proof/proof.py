@@ -247,12 +247,13 @@ def print_proof(proof: Proof) -> None:
 
 def as_json(proof: Proof) -> dict:
     """Return the report as a dictionary of plain types for JSON."""
+    bugs = proof.bugs
     return {
         "sound": proof.sound,
-        "unequal_texts": proof.bugs["unequal_texts"],
-        "statistical_bugs": proof.bugs["statistical_bugs"],
+        "unequal_texts": bugs["unequal_texts"],
+        "statistical_bugs": bugs["statistical_bugs"],
         "threshold": proof.threshold,
-        "left_behind": proof.bugs["left_behind"],
+        "left_behind": bugs["left_behind"],
         "rollback": [{"rows": how, **asdict(p)} for how, p in proof.rollback],
         "equal": [
             {"drafter": name, "tree": tree, "sampling": how, "same": p.same, **asdict(p)}

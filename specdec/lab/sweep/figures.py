@@ -77,23 +77,19 @@ def cost(points: Results, timings: dict[str, dict]) -> Figure | None:
     by = by_drafter(points)
     for name, mine in by.items():
         values = [tau(r)["value"] for r in mine]
-        how: dict[str, Any] = {
-            "linestyle": "none",
-            "capsize": 2,
-            "elinewidth": 0.8,
-            "yerr": error_bars([tau(r) for r in mine]),
-        }
-        left.errorbar([r["nodes_a_round"] for r in mine], values, label=name, **how, **looks_of(name, by))
-        right.errorbar([_ms(timings[r["key"]]) for r in mine], values, label=name, **how, **looks_of(name, by))
+        how: dict[str, Any] = {"linestyle": "none", "capsize": 2, "elinewidth": 0.8, "label": name} | looks_of(name, by)
+        bars = error_bars([tau(r) for r in mine])
+        left.errorbar([r["nodes_a_round"] for r in mine], values, bars, **how)
+        right.errorbar([_ms(timings[r["key"]]) for r in mine], values, bars, **how)
     left.set(xlabel="nodes verified per round, root counted", ylabel="tau: tokens per round")
     left.xaxis.get_major_locator().set_params(integer=True)
     right.set_xlabel("milliseconds per round")
-    front = pareto([(_ms(timings[r["key"]]), tau(r)["value"], r) for r in points])
+    drawn = [(_ms(timings[r["key"]]), tau(r)["value"]) for r in points]
+    front = pareto([(*place, r) for place, r in zip(drawn, points, strict=True)])
     xs, ys, _ = zip(*front, strict=True)
     right.plot(xs, ys, color="#444444", linewidth=1, zorder=1, label="front")
     left.margins(0.12)
     right.margins(0.18)
-    drawn = [(_ms(timings[r["key"]]), tau(r)["value"]) for r in points]
     _label(right, [(x, y, f"{r['names']['draft']}, {tree_name(r)}") for x, y, r in front], drawn)
     _equal_speed(right, [1e3 * y / x for x, y, _ in front])
     left.legend(loc="lower right")

@@ -63,28 +63,16 @@ class Sweep:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         self.raw, self.template = template_settings(self.target, self.raw, self.thinking)
-        self.common = {
-            "target": self.target_identity,
-            "benchmark": self.benchmark.digest(),
-            "raw": self.raw,
-            "template": self.template,
-            "sampling": asdict(self.sampling),
-            "max_new_tokens": self.max_new_tokens,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "dtype": str(self.target.dtype).removeprefix("torch."),
-            "matmul_precision": matmul_precision(self.target.device),
-            "device": self.target.device.type,
-            "decoder": type(self.target).__name__,
-            "resamples": self.resamples,
-            "code": code_version() + own.digest(self.verifier),
-        }
-        self.names = {
-            "target": Path(self.target.name).name,
-            "benchmark": self.benchmark.name,
-            "questions": len(self.benchmark.questions),
-            "skipped_records": self.benchmark.skipped,
-        }
+        target, benchmark = self.target, self.benchmark
+        own_settings = ("raw", "template", "sampling", "max_new_tokens", "batch_size", "seed")
+        self.common = {"target": self.target_identity, "benchmark": benchmark.digest()}
+        self.common |= {name: getattr(self, name) for name in own_settings} | {"sampling": asdict(self.sampling)}
+        self.common |= {"dtype": str(target.dtype).removeprefix("torch.")}
+        self.common |= {"matmul_precision": matmul_precision(target.device), "device": target.device.type}
+        self.common |= {"decoder": type(target).__name__, "resamples": self.resamples}
+        self.common["code"] = code_version() + own.digest(self.verifier)
+        self.names = {"target": Path(target.name).name, "benchmark": benchmark.name}
+        self.names |= {"questions": len(benchmark.questions), "skipped_records": benchmark.skipped}
 
     def points(self, drafts: list[Draft], trees: list[str], baseline: bool, best_tree: dict | None) -> list[SweepPoint]:
         """Plain decoding if `baseline`; then for each drafter the points of all trees, and that of its best tree.
@@ -170,15 +158,15 @@ class Sweep:
         how = {"batch_size": self.batch_size, "name": recorder.name, "observer": recorder}
         results, left_out = self._converse(engine, questions, **how)
         rows = recorder.trace.rows
+        name, most, context = self.benchmark.name, self.max_new_tokens, self.target.config.context
         if not rows:
             raise ValueError(
-                f"no question of {self.benchmark.name} fits the target's context of {self.target.config.context} "
-                f"tokens with max_new_tokens {self.max_new_tokens}"
+                f"no question of {name} fits the target's context of {context} tokens with max_new_tokens {most}"
             )
         if all(len(row.tokens) < 2 for row in rows):
             raise ValueError(
-                f"every answer to {self.benchmark.name} is one token long, and the first token is not drafted: "
-                f"raise max_new_tokens ({self.max_new_tokens}), or take another benchmark"
+                f"every answer to {name} is one token long, and the first token is not drafted: "
+                f"raise max_new_tokens ({most}), or take another benchmark"
             )
         found = summary(rows, resamples=self.resamples)
         found |= {

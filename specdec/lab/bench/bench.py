@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun
-from specdec.lab.bench.memory import PeakMemory
+from specdec.lab.bench.memory import peak_bytes, reset_peak
 from specdec.lab.bench.random_weights import MARK
 from specdec.lab.output import sentence
 from specdec.model.language_model import LanguageModel
@@ -172,18 +172,18 @@ class Bench:
     def _trial(self, name: str) -> None:
         trial, row, contender = len(self.runs[name]), self.rows[name], self.made[name]
         self.progress(f"{self.configuration.name}: {name}, trial {trial + 1} of {self.trials}")
-        with PeakMemory(self.target.device) as peak:
-            prompts: Sequence[list[int]] = self.prompts(trial, self.configuration.prompt)
-            runs: list[TimedRun] = []
-            for prompt in prompts:
-                if not runs or time.monotonic() <= self.limit:
-                    runs.append(contender(prompt, self.configuration.new, self.sampling, self.seed + trial))
+        device, prompts = self.target.device, self.prompts(trial, self.configuration.prompt)
+        before = reset_peak(device)
+        runs: list[TimedRun] = []
+        for prompt in prompts:
+            if not runs or time.monotonic() <= self.limit:
+                runs.append(contender(prompt, self.configuration.new, self.sampling, self.seed + trial))
+        peak = peak_bytes(device, before)
         time.sleep(contender.settle_seconds)
         for run in runs:
             if len(run.tokens) != self.configuration.new:
                 raise ValueError(f"it made {len(run.tokens)} tokens instead of {self.configuration.new}")
-        on_gpu = self.target.device.type == "cuda"
-        row["peak_bytes"] = max(row.get("peak_bytes", 0), peak.bytes + (contender.weights if on_gpu else 0))
+        row["peak_bytes"] = max(row.get("peak_bytes", 0), peak + (contender.weights if device.type == "cuda" else 0))
         row["trials"] += 1
         self.wanted = self.trials * len(prompts)
         self.runs[name].append(runs)

@@ -62,28 +62,19 @@ def size_of(tensors: Iterable[Tensor]) -> int:
     return sum(x.nbytes for x in tensors)
 
 
-class PeakMemory:
-    """Context manager that measures peak memory use, in `bytes`.
+def reset_peak(device: torch.device) -> int:
+    """Measure the peak from here on. Return the bytes that are allocated on a GPU now; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
-    On a GPU this is the memory allocated beyond what was allocated on entry. On the CPU it is the peak resident set
-    size since the process started, which never falls.
+
+def peak_bytes(device: torch.device, before: int) -> int:
+    """Return the most that was allocated on a GPU beyond what `reset_peak` returned.
+
+    On a CPU it is the peak resident set size since the process started, which never falls.
     """
-
-    def __init__(self, device: torch.device):
-        """Measure the memory of `device` from entry to exit."""
-        self.device, self.bytes = device, 0
-
-    def __enter__(self) -> "PeakMemory":
-        """Reset the device's peak and return this object."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.before = torch.cuda.memory_allocated(self.device)
-        return self
-
-    def __exit__(self, *_) -> None:
-        """Store the peak in `bytes`."""
-        if self.device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self.device) - self.before
-        else:
-            unit = 1 if sys.platform == "darwin" else 1024
-            self.bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) - before
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -15,8 +15,9 @@ PART_COLOURS = {"draft": "#E69F00", "verify": "#0072B2", "commit": "#CC79A7", "r
 STYLE: Any = {
     "font.family": "DejaVu Sans", "font.size": 9, "legend.frameon": False, "lines.linewidth": 1.4,
     "lines.markersize": 5, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False,
-    "axes.edgecolor": "#777777", "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e4e4e4", "grid.linewidth": 0.7,
-    "svg.fonttype": "none", "svg.hashsalt": "specdec", "text.parse_math": False,  # names may hold a dollar sign
+    "axes.edgecolor": "#777777", "axes.grid": True, "axes.axisbelow": True, "grid.color": "#e4e4e4",
+    "grid.linewidth": 0.7, "svg.fonttype": "none", "svg.hashsalt": "specdec",
+    "text.parse_math": False,  # names may hold a dollar sign
 }  # fmt: skip
 
 

@@ -140,7 +140,8 @@ def exact_distance(verifier: Verifier, sampling: Sampling) -> float:
     weights = p[tokens.expand(len(outcomes), -1)].gather(-1, outcomes[..., None]).squeeze(-1).prod(1)
     outcomes, weights = outcomes[weights > 0], weights[weights > 0]
     parts = tokens, parents, depth, ancestors_of(parents, 2)
-    tree = DraftTree(*(x.expand(len(outcomes), *x.shape[1:]) for x in parts), 2)
+    one, two, three, four = (x.expand(len(outcomes), *x.shape[1:]) for x in parts)
+    tree = DraftTree(one, two, three, four, 2)
     verdict = verifier(tree, F.one_hot(outcomes, VOCAB).float(), Sampling(), None)
     law = torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
     first, second, alone = verdict.tokens[:, 0], verdict.tokens[:, 1], verdict.n == 1

@@ -60,8 +60,7 @@ def ctranslate2_session(folder: str, **settings) -> Session:
             marks.append((time.perf_counter(), [step.token_id]))
             return False  # do not stop
 
-        how = {"callback": note, "include_prompt_in_result": False, "end_token": []}
-        generator.generate_batch(**how, **request)
+        generator.generate_batch(callback=note, include_prompt_in_result=False, end_token=[], **request)
         return marks
 
     return session

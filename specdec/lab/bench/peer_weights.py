@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.model.archs import ModelConfig
 from specdec.model.layers import RMSNorm
@@ -40,28 +40,31 @@ def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
     how |= {"qk_norm": config.qk_norm, "pre_post_layer_norm": config.sandwich_norms}
     spec = transformer_spec.TransformerDecoderModelSpec.from_config(config.layers, config.heads, **how)
     spec.decoder.scale_embeddings = config.embed_scale is not None  # by the root of the width, as Gemma's
-    fill(target.embed, spec.decoder.embeddings)
-    fill(target.head, spec.decoder.projection)
-    fill(target.norm, spec.decoder.layer_norm)
-    for i, (layer, block) in enumerate(zip(spec.decoder.layer, target.blocks, strict=True)):
-        attention, ffn = layer.self_attention, layer.ffn
+    decoder = spec.decoder
+    pairs: list[tuple[Any, Any]] = [(target.embed, decoder.embeddings), (target.head, decoder.projection)]
+    pairs += [(target.norm, decoder.layer_norm)]
+    for i, (layer, block) in enumerate(zip(decoder.layer, target.blocks, strict=True)):
+        attention, ffn, own = layer.self_attention, layer.ffn, block.attention
         # Not by assignment: the class has no field for Llama 3's factor, which the engine reads.
         vars(attention).update(attention_values(config, i))
-        fill(block.attention.qkv, attention.linear[0])
-        fill(block.attention.o, attention.linear[1])
-        fill(block.mlp.gate_up, ffn.linear_0, ffn.linear_0_noact)
-        fill(block.mlp.down, ffn.linear_1)
+        pairs += [(own.qkv, attention.linear[0]), (own.o, attention.linear[1]), (block.mlp.down, ffn.linear_1)]
+        pairs += [(block.mlp.gate_up, (ffn.linear_0, ffn.linear_0_noact))]
         if isinstance(block, SandwichBlock):
-            fill(block.input_norm, layer.input_layer_norm)
-            fill(block.attention_norm, layer.post_attention_layer_norm)
-            fill(block.post_norm, layer.pre_feedforward_layer_norm)
-            fill(block.mlp_norm, layer.post_feedforward_layer_norm)
+            pairs += [(block.input_norm, layer.input_layer_norm), (block.post_norm, layer.pre_feedforward_layer_norm)]
+            pairs += [(block.attention_norm, layer.post_attention_layer_norm)]
+            pairs += [(block.mlp_norm, layer.post_feedforward_layer_norm)]
         else:
-            fill(block.input_norm, attention.layer_norm)
-            fill(block.post_norm, ffn.layer_norm)
+            pairs += [(block.input_norm, attention.layer_norm), (block.post_norm, ffn.layer_norm)]
         if config.qk_norm:
-            fill(block.attention.q_norm, attention.q_norm)
-            fill(block.attention.k_norm, attention.k_norm)
+            pairs += [(own.q_norm, attention.q_norm), (own.k_norm, attention.k_norm)]
+    for module, place in pairs:
+        if isinstance(module, RMSNorm):
+            place.gamma = module.gain().detach().contiguous()
+            continue
+        places = place if isinstance(place, tuple) else (place,)  # equal parts of the rows in each
+        for name, value in module.named_parameters():
+            for one, part in zip(places, value.detach().chunk(len(places)), strict=True):
+                setattr(one, name, part.contiguous())
     spec.register_vocabulary([str(token) for token in range(target.vocab)])
     # It wants a token for each of these. None is used: prompts are token ids, and no token ends a text.
     spec.config.bos_token = spec.config.eos_token = spec.config.unk_token = "0"
@@ -69,17 +72,6 @@ def write_ctranslate2(target: Target, kind: str, folder: Path) -> None:
     spec.validate()
     spec.optimize(quantization=kind)
     spec.save(str(folder))
-
-
-def fill(module: nn.Module | None, *places: Any) -> None:
-    """Put the parameters of a module into a place of CTranslate2's specification, or in equal parts into several."""
-    if isinstance(module, RMSNorm):
-        places[0].gamma = module.gain().detach().contiguous()
-        return
-    assert module is not None, "the config says that the target has it"
-    for name, value in module.named_parameters():
-        for place, part in zip(places, value.detach().chunk(len(places)), strict=True):
-            setattr(place, name, part.contiguous())
 
 
 def attention_values(config: ModelConfig, layer: int) -> dict[str, np.generic]:

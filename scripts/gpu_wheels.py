@@ -13,7 +13,6 @@ another folder, without the note.
 """
 
 import argparse
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,16 +32,9 @@ def wanted() -> list[str]:
     """The packages with their versions. Raises ValueError if constraints.txt does not name one."""
     lines = (checkout.ROOT / "constraints.txt").read_text(encoding="utf-8").split("\n")
     pinned = {line.split("==")[0]: line.split("#")[0].strip() for line in lines if "==" in line}
-    for name in PACKAGES:
-        if name not in pinned:
-            raise ValueError(f"constraints.txt names no version of {name}")
+    if absent := set(PACKAGES) - set(pinned):
+        raise ValueError(f"constraints.txt names no version of {min(absent)}")
     return [*(pinned[name] for name in PACKAGES), ANTLR]
-
-
-def is_there(package: str, folder: Path) -> bool:
-    """Return whether the folder has this version of the package, given as NAME==VERSION."""
-    name, version = re.split("==", package)
-    return (folder / f"{name.replace('-', '_')}-{version}.dist-info").is_dir()
 
 
 def install(packages: list[str], folder: Path) -> None:
@@ -67,8 +59,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a folder for the packages; default: build/wheels, with the note")
     args = parser.parse_args()
     folder = output_folder(args.out or NOTE.parent)
-    missing = [package for package in wanted() if not is_there(package, folder)]
-    if missing:
+    there = {path.stem for path in folder.glob("*.dist-info")}
+    if missing := [package for package in wanted() if package.replace("-", "_").replace("==", "-") not in there]:
         install(missing, folder)
     if args.out is None:
         commit = revision()

@@ -112,10 +112,9 @@ class EqualityProver:
     def first_mismatch(self, number: int, tokens: list[int]) -> Mismatch:
         """Where a text of prompt `number` that is not the plain one leaves it, and why."""
         plain = self.plain[number]
-        pairs = zip(plain, tokens, strict=False)
-        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if position is None:  # one text ends where the other continues
-            position = min(len(plain), len(tokens)) - 1
+        pairs, shorter = zip(plain, tokens, strict=False), min(len(plain), len(tokens))
+        # Where all are equal, one text ends where the other continues.
+        position = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter - 1)
         prefix = torch.tensor([self.prompts[number] + plain[:position]], device=self.target.device)
         coarse = self.target(prefix, None)[0][0, -1]
         fine = self._reference(prefix, None)[0][0, -1]
@@ -125,15 +124,8 @@ class EqualityProver:
         noise = self._noise(number, prefix.shape[1]).to(fine.dtype)
         free, edge = fine / warmth + noise, self._edge(fine, noise, {a, b})
         best = (filtered_scores(fine, self.sampling) + noise).topk(2).indices.tolist()
-        return Mismatch(
-            prompt=number,
-            position=position,
-            plain=a,
-            speculative=b,
-            margin=0.0 if edge else abs(free[a] - free[b]).item(),
-            error=error,
-            leading=a != b and (edge or set(best) == {a, b}),
-        )
+        margin = 0.0 if edge else abs(free[a] - free[b]).item()
+        return Mismatch(number, position, a, b, margin, error, leading=a != b and (edge or set(best) == {a, b}))
 
     def _noise(self, number: int, position: int) -> Tensor:
         """[V] of the token at this position of a row; 0 at temperature 0."""

@@ -103,10 +103,12 @@ def against_server(server: Remote, plain: Remote, prompts: list[list[int]], new:
 
 def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, reference: Completion) -> Mismatch:
     """Query the plain server again at the first token that differs, and at a few before it."""
-    pairs = list(zip(_tokens(answer), _tokens(reference), strict=False))
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    mine, plains = _tokens(answer), _tokens(reference)
+    position = next((i for i, (a, b) in enumerate(zip(mine, plains, strict=False)) if a != b), None)
     if position is None:  # one text ends where the other continues
-        return Mismatch(number, len(pairs), *_ends(answer, reference, len(pairs)), float("inf"), 0.0, False)
+        position = min(len(mine), len(plains))
+        first, second = ([*map(str, text), "the end"][position] for text in (plains, mine))
+        return Mismatch(number, position, first, second, float("inf"), 0.0, False)
     names = (reference.names or _tokens(reference))[position], (answer.names or _tokens(answer))[position]
     found = Mismatch(number, position, str(names[0]), str(names[1]), float("inf"), 0.0, False)
     if reference.tokens is None or not reference.top:
@@ -121,12 +123,6 @@ def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, re
         found.margin = abs(again[names[0]] - again[names[1]])
         found.leading = set(sorted(again, key=again.__getitem__)[-2:]) == set(names)
     return found
-
-
-def _ends(answer: Completion, reference: Completion, length: int) -> tuple[str, str]:
-    """Return the next token of each text at the end of the shorter one, in words."""
-    first, second = ([*map(str, _tokens(x)), "the end"] for x in (reference, answer))
-    return first[length], second[length]
 
 
 def _note_drift(proof: ServerProof, answer: Completion, tokens: list, logprobs: list[float] | None) -> None:

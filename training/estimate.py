@@ -19,8 +19,7 @@ from specdec import ranks
 from specdec.cli.terminal import console
 from specdec.training.data import Batches
 from specdec.training.features.feature_cache import STORES, Form, shard_bounds
-from specdec.training.loop.footprint import shared_target, spread_target, step_bytes
-from specdec.training.loop.measure import STEPS, free_disk, free_memory, measure, process_memory
+from specdec.training.loop import measure
 from specdec.training.loop.parallel import join_processes
 from specdec.training.loop.trainer import Trainer
 from specdec.training.train import assemble
@@ -31,12 +30,9 @@ MEASURED = {"interpreter and libraries": "measured"}
 
 
 def plan(trainer: Trainer) -> tuple[list[int], dict]:
-    """Count the batches of the whole run and all its processes, without making them.
+    """Count the batches of the whole run and all its processes, without making them. Tokens include padding.
 
-    Tokens include padding, as in the log.
-
-    Returns:
-        The sample indices of the batch with the most padded tokens, and the counts by their names in the report.
+    Returns the sample indices of the batch with the most tokens, and the counts by their names in the report.
     """
     data, config = trainer.data, trainer.config
     a_step = config.accumulate * trainer.processes.world
@@ -72,8 +68,8 @@ def cache_bytes(trainer: Trainer) -> dict[tuple[str, int | None], int]:
 def estimate(trainer: Trainer, before: int = 0) -> dict:
     """All figures in one dictionary: counts, bytes and seconds. before: bytes of the interpreter and its libraries."""
     largest, counts = plan(trainer)
-    measured = measure(trainer, largest)  # first: what counts from shapes loads libraries of its own
-    parts = step_bytes(trainer, tuple(counts["largest_batch"])) | {"interpreter and libraries": before}
+    measured = measure.measure(trainer, largest)  # first: what counts from shapes loads libraries of its own
+    parts = measure.step_bytes(trainer, tuple(counts["largest_batch"])) | {"interpreter and libraries": before}
     caches = cache_bytes(trainer)
     weights = parts["drafter"]
     checkpoint = weights + parts["optimiser"] + parts["averages"] // 2
@@ -83,8 +79,8 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
     seconds = measured.seconds_a_token * counts["tokens"] / trainer.processes.world
     return counts | {
         "memory": parts,
-        "target_shared_by": shared_target(trainer.target),
-        "target_spread_over": spread_target(trainer.target),
+        "target_shared_by": measure.shared_target(trainer.target),
+        "target_spread_over": measure.spread_target(trainer.target),
         "peak_from_shapes": sum(parts.values()),
         "peak_measured": measured.peak,
         "cache": [{"store": store, "keep": keep or "all", "bytes": n} for (store, keep), n in caches.items()],
@@ -94,8 +90,8 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
         "seconds": round(seconds, 1),
         "cache_seconds": round(measured.features_seconds_a_token * cached_tokens, 1),
         "on_policy": trainer.rollouts is not None,
-        "free_disk": free_disk(trainer.out),
-        "free_memory": free_memory(trainer.target.device),
+        "free_disk": measure.free_disk(trainer.out),
+        "free_memory": measure.free_memory(trainer.target.device),
     }
 
 
@@ -141,7 +137,7 @@ def print_report(report: dict) -> None:
         ("tokens an epoch, padded / learnt", f"{report['epoch_tokens']:,} / {report['learnt_tokens']:,}", "counted"),
         ("steps, epochs", f"{report['steps']:,}, {report['epochs']:.2f}", "counted"),
         ("tokens of the run, padded", f"{report['tokens']:,}", "counted"),
-        ("time a step, mean", f"{report['seconds_a_step']:.2f} s", f"measured: {STEPS} steps"),
+        ("time a step, mean", f"{report['seconds_a_step']:.2f} s", f"measured: {measure.STEPS} steps"),
         ("time of the run", span(report["seconds"]), "measured steps; without evaluation and saving"),
         None,
         *((f"memory: {part}", size(count), MEASURED.get(part, "shapes")) for part, count in report["memory"].items()),
@@ -168,7 +164,7 @@ def print_report(report: dict) -> None:
 def run(config: DictConfig) -> None:
     """Print the estimate for the composed settings of `specdec train estimate`."""
     config.trainer.logger = None
-    before = process_memory("VmRSS") if config.device == "cpu" else 0
+    before = measure.process_memory("VmRSS") if config.device == "cpu" else 0
     processes = join_processes(config.device, config.tp_plan)
     if config.tp_plan is not None:
         ranks.silence()

@@ -81,13 +81,9 @@ def prompts_of(
 
 
 def plan(prompts: list[Prompt], batch_size: int, seed: int) -> list[list[Prompt]]:
-    """Number the prompts, and return batches of similar lengths in random order.
-
-    Because of the order, any part of the output is a fair sample of all.
-
-    Raises:
-        ValueError: There is no prompt.
-    """
+    """Number the prompts, and return batches of similar lengths, in random order: any part is a fair sample of all."""
+    if batch_size < 1:
+        raise ValueError(f"the batch size must be at least 1, got {batch_size}")
     if not prompts:
         raise ValueError("there is no prompt to answer")
     numbered = [replace(prompt, number=number) for number, prompt in enumerate(prompts)]
@@ -116,17 +112,12 @@ def regenerate(
 ) -> list[Path]:
     """Answer the prompts in batches, and write the answers into `out` (see `Shards`). Returns the files.
 
-    An answer's message holds its `tokens` and its `finish_reason`, `stop` or `length`.
-
     Prompt number i has the seed (seed, i), and a batch that was cut off is answered again. So an answer depends on no
     other prompt, and not on where a run was interrupted. The order of the answers does depend on batch_size, which must
     be the same to continue, as all settings must; and floating-point sums depend on it and on the machine, by rounding.
 
-    files: `shard_size`, the answers of a file (default: all), and `only`, the number of the one file that is written.
-    Raises ValueError if there is no prompt, or if `out` cannot be written or was begun with other settings.
+    files: see `_write`. Raises ValueError without prompts, and if `out` was begun with other settings.
     """
-    if batch_size < 1:
-        raise ValueError(f"the batch size must be at least 1, got {batch_size}")
     batches, engine = plan(prompts, batch_size, seed), Engine(target)
     settings = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
     settings["matmul_precision"] = matmul_precision(target.device)
@@ -141,13 +132,11 @@ def regenerate(
             texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
             reasons = ["length" if row.finish == "length" else "stop" for row in result.rows]
             talks.add([Answer(t, r.tokens, why) for t, r, why in zip(texts, result.rows, reasons, strict=True)])
-        return talks.rows()
+        return list(talks.rows())
 
     def answers(done: int, last: int) -> Iterator[list[dict]]:
-        end = 0
-        for batch in batches:
-            start, end = end, end + len(batch)
-            if end > done and start < last:
+        for start, batch in zip(itertools.accumulate(map(len, batches), initial=0), batches, strict=False):
+            if start + len(batch) > done and start < last:
                 yield rows_of(batch)[max(done - start, 0) : last - start]
 
     return _write(out, batches, settings, answers, day, **files)
@@ -166,11 +155,10 @@ def regenerate_remotely(
     day: str | None = None,
     **files: int | None,
 ) -> list[Path]:
-    """The same by a server, so many `requests` at once. OUT.run.json names the server's model and version.
+    """The same by a server, so many `requests` at once. A server of another model or version does not continue a file.
 
-    Prompt number i is asked for with a seed that follows from (seed, i), so an answer does not depend on where a run
-    was interrupted, if the server's texts do not depend on its other requests. A server of another model or version
-    does not continue the file.
+    The seed of prompt i follows from (seed, i): an answer does not depend on where a run was interrupted, if the
+    server's texts do not depend on its other requests.
     """
     batches = plan(prompts, 1, seed)
     settings = {"server_model": server.model, "server_version": server.version, "max_new_tokens": max_new_tokens}
@@ -186,7 +174,7 @@ def regenerate_remotely(
             if said.tokens is not None:
                 text = target.tokenizer.decode(said.tokens, skip_special_tokens=True)
             talks.add([Answer(text, said.tokens, said.finish)])
-        return talks.rows()[0]
+        return next(talks.rows())
 
     def answers(done: int, last: int) -> Iterator[list[dict]]:
         return ([row] for row in in_order(answer, [prompt for (prompt,) in batches[done:last]], requests))
@@ -203,16 +191,9 @@ def _write(
     shard_size: int | None = None,
     only: int | None = None,
 ) -> list[Path]:
-    """Write the answers to the prompts of `batches`, and return the files.
+    """Write the rows that `answers` yields from a first number to one past the last, and return the files.
 
-    Args:
-        out: File to write, or the stem of the shards' names.
-        batches: Batches of prompts.
-        settings: Settings that made the answers, stored next to the files.
-        answers: Function of the number of the first missing answer and one past the last; yields the rows between.
-        day: Date that chat templates write.
-        shard_size: Number of rows in a file; None for one file.
-        only: Number of the only file to write; None for all.
+    shard_size: the number of rows in a file; None for one file. only: the number of the only file to write.
     """
     count, settings = sum(map(len, batches)), settings | {"prompts_digest": digest(batches)}
     settings |= {"day": day} if day else {}

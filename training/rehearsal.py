@@ -17,18 +17,11 @@ TOKENS = 6  # of the rehearsed decoding
 
 
 def rehearse(trainer: Trainer, drafter: str, objective: str, decodes: bool) -> None:
-    """Try the operations of a run: a loss with gradients, saving, loading, and decoding a few tokens.
+    """Try the operations of a run before its first step, which leaves the run unchanged, if it has the user's own code.
 
-    Runs of several processes are not rehearsed.
-
-    Args:
-        trainer: The run before its first step. It is left unchanged.
-        drafter: The drafter's name in the settings. Only the user's own drafter is tried.
-        objective: The objective's name in the settings. Only the user's own objective is tried.
-        decodes: Whether the target's layers are loaded here.
-
-    Raises:
-        ValueError: The user's code fails, or makes something that cannot be trained, saved or loaded.
+    These are a loss with gradients, saving, loading, and, if the target's layers are loaded (`decodes`), decoding a few
+    tokens. drafter, objective: their names in the settings. Runs of several processes are not rehearsed. Raises
+    ValueError if the user's code fails, or makes something that cannot be trained, saved or loaded.
     """
     mine = [name for name in (drafter, objective) if own.is_own(name) or "." not in name]
     if not mine or trainer.processes.world > 1:  # a backward pass of one process would wait for the others

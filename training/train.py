@@ -11,7 +11,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,30 +36,21 @@ from specdec.training.data.shards import begun_on
 from specdec.training.features.feature_cache import FeatureCache
 from specdec.training.features.online import online_features
 from specdec.training.features.signature import data_signature
-from specdec.training.loop.checkpoint import checkpoints
+from specdec.training.loop.checkpoint import check_same_run, checkpoints
 from specdec.training.loop.evaluate import HELDOUT
 from specdec.training.loop.log import check_loggers
 from specdec.training.loop.parallel import Processes, join_processes
-from specdec.training.loop.same_run import check_same_run
 from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
 from specdec.training.loop.trainer import Trainer
 from specdec.training.rehearsal import rehearse
 
 
 def read_settings(kind: type, config: DictConfig | None, where: str):
-    """A dataclass of settings from a part of the configuration; null means the defaults.
-
-    Raises ValueError for an unknown setting. where: the part's name, for that message.
-    """
+    """A dataclass of settings from the part `where` of the configuration; null means the defaults."""
     try:
         return kind(**({} if config is None else cast(dict, OmegaConf.to_container(config, resolve=True))))
     except TypeError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-def goes_on(resume: bool | str, out: Path) -> bool:
-    """Whether the run in `out` is resumed. With `auto` it is where it has a checkpoint, and else begun."""
-    return bool(checkpoints(out)) if resume == "auto" else bool(resume)
 
 
 def check_folder(out: Path, resume: bool) -> None:
@@ -86,11 +76,7 @@ def all_settings(config: DictConfig) -> tuple[TrainerConfig, OnPolicy]:
 
 
 def without_layers(config: DictConfig, trainer: TrainerConfig, on_policy: OnPolicy) -> TrainerConfig:
-    """Return the settings of a run without the target's layers, which decodes nothing.
-
-    Raises:
-        ValueError: A setting needs the layers.
-    """
+    """Return the settings of a run without the target's layers. Raises ValueError for a setting that needs them."""
     if not config.data.cache:
         raise ValueError(
             "whole_target=false leaves the target's layers out: give data.cache, the folder of specdec train cache"
@@ -129,21 +115,15 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     if cache is not None:
         cache.check(target, drafter.taps, drafter.vocab, samples)
     objective = instantiate(config.objective, "objective")
-    batches = partial(
-        Batches,
-        batch_tokens=trainer_config.batch_tokens,
-        seed=trainer_config.seed,
-        pack=config.data.pack,
-        lookahead=objective.lookahead,
-    )
-    data = batches(learnt)
+    how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.lookahead
+    data = Batches(learnt, *how)
     trainer_config = trainer_config.over(len(data.epoch(0)) / processes.world)
     return Trainer(
         target,
         drafter,
         objective,
         data,
-        batches(heldout) if heldout else None,
+        Batches(heldout, *how) if heldout else None,
         trainer_config,
         Path(config.out),
         cast(dict, OmegaConf.to_container(config, resolve=True)),
@@ -167,8 +147,7 @@ def warn_of_epochs(trainer: Trainer) -> None:
 
 def warn_of_servers(drafter, target: LanguageModel) -> None:
     """Say on one line which servers could not load what is about to be trained, and what would change that."""
-    reasons = without_a_form(drafter, target)
-    if reasons:
+    if reasons := without_a_form(drafter, target):
         said = "; ".join(f"{SERVERS[server]} could not load this drafter: {why}" for server, why in reasons.items())
         print(f"warning: {said}")
 
@@ -183,24 +162,21 @@ def run(config: DictConfig) -> None:
 def run_through(config: DictConfig) -> Trainer:
     """Check the settings, and train to the end or to a signal."""
     all_settings(config)  # reports mistakes before the target is loaded
+    out = Path(config.out)
     with no_empty_folder(config.out):
-        return run_in(Path(config.out), config)
-
-
-def run_in(out: Path, config: DictConfig) -> Trainer:
-    """Train in the folder `out`."""
-    resume = goes_on(config.resume, out)
-    check_folder(out, resume)
-    if resume and config.data.day is None:
-        config.data.day = begun_on(out / "config.yaml")
-    different = check_same_run(config, out) if resume else []
-    processes = join_processes(config.device, config.tp_plan)
-    if config.tp_plan is not None:
-        ranks.silence()
-    if different and processes.main:
-        print(f"note: {'; '.join(different)}", file=sys.stderr)
-    with only_writer(out, inside=True) if processes.main else nullcontext():
-        return train(config, out, processes, resume)
+        # With `auto` a run is resumed where it has a checkpoint, and else begun.
+        resume = bool(checkpoints(out)) if config.resume == "auto" else bool(config.resume)
+        check_folder(out, resume)
+        if resume and config.data.day is None:
+            config.data.day = begun_on(out / "config.yaml")
+        different = check_same_run(config, out) if resume else []
+        processes = join_processes(config.device, config.tp_plan)
+        if config.tp_plan is not None:
+            ranks.silence()
+        if different and processes.main:
+            print(f"note: {'; '.join(different)}", file=sys.stderr)
+        with only_writer(out, inside=True) if processes.main else nullcontext():
+            return train(config, out, processes, resume)
 
 
 def draft_of(trainer: Trainer) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from specdec.api import generate, load_drafter
 from specdec.model.loader import load_target
-from specdec.training.loop.footprint import spread_target
+from specdec.training.loop.measure import spread_target
 
 
 @pytest.fixture

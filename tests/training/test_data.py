@@ -157,6 +157,16 @@ def hub(tmp_path, monkeypatch):
 ROWS = [{"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": f"{i}!"}]} for i in range(5)]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.xz"])
+def test_sharegpt_and_openai_forms(tmp_path, name):
+    openai = [{"role": "user", "content": "a\u2028b"}, {"role": "assistant", "content": "c"}]
+    rows = [{"conversations": [{"from": "human", "value": "a\u2028b"}, {"from": "gpt", "value": "c"}]}]
+    rows += [{"messages": openai}]
+    text = json.dumps(rows) if name == "a.json" else "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
+    (lzma.open if name.endswith("xz") else open)(tmp_path / name, "wt", encoding="utf-8").write(text)
+    assert [*read_conversations(tmp_path / name)] == [openai, openai]
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("form", ["file.parquet", "folder of parquet", "folder of json", "saved", "saved dictionary"])
 def test_data_sets_are_read_as_files_are(hub, tmp_path, target, form, streaming):

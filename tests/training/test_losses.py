@@ -51,11 +51,18 @@ def expect(formula, own, logits):
     return own(at), torch.stack([(own(at + step) - own(at - step)) / 2e-5 for step in steps], -1), 1e-6
 
 
+SETTINGS = {"kl at a temperature": {"kl": {"temperature": 2.5}}}
+SETTINGS |= {f"{name}, renormalised": {name: {"renormalised": True}} for name in ("tv", "l1", "lk", "lk_hybrid")}
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("name", [*all_terms(), "kl at a temperature"])
+@pytest.mark.parametrize("name", [*all_terms(), *SETTINGS])
 def test_every_term_equals_its_formula(name, renormalise):
-    """Value, and gradient by the logits, in fp64; the draft vocabulary is part of the target's."""
+    """Value, and gradient by the logits, in fp64; the draft vocabulary is part of the target's.
+
+    Terms that renormalise compare softmaxes of the draft vocabulary, as speculators does, whatever the objective's p.
+    """
     torch.manual_seed(0)
     ids = torch.arange(0, 40, 2)
     logits = (3 * torch.randn(30, 2, 20, dtype=torch.float64)).requires_grad_()
@@ -63,57 +70,18 @@ def test_every_term_equals_its_formula(name, renormalise):
     labels = torch.randint(-1, 20, (30,))
     share = theirs.logsumexp(-1, keepdim=True)
     teacher = Teacher(theirs - share, share, None, labels) if renormalise else Teacher(theirs, None, None, labels)
-    ((_, term),) = read_terms({name: 1.0} if name in all_terms() else {"kl": {"temperature": 2.5}})
+    ((_, term),) = read_terms(SETTINGS.get(name, {name: 1.0}))
+    whole = (theirs - share).exp() if "renormalised" in name else theirs.exp()
     student = Student(logits.detach())
     value, slope, total = term(student, teacher)
     for j in range(2):
         expected, wanted, near = expect(
-            lambda x: plain(name, teacher.logp.exp(), theirs.exp(), x.softmax(-1), 20, labels),
+            lambda x: plain(name.partition(",")[0], teacher.logp.exp(), whole, x.softmax(-1), 20, labels),
             lambda x: term(Student(x[:, None]), teacher)[0][:, 0],
             logits[:, j].detach().requires_grad_(),
         )
         torch.testing.assert_close(value[:, j], expected, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close((slope - student.q * total[..., None])[:, j], wanted, rtol=near, atol=near)
-
-
-@pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("name", ["tv", "l1", "lk", "lk_hybrid"])
-def test_terms_that_renormalise_compare_softmaxes_of_the_draft_vocabulary(name, renormalise):
-    """The softmax of the target's logits at the tokens that are left, as speculators has it, whatever the objective's
-    own p is; by default the result is another."""
-    torch.manual_seed(0)
-    theirs = 3 * torch.randn(30, 40, dtype=torch.float64)
-    logits = (3 * torch.randn(30, 20, dtype=torch.float64)).requires_grad_()
-    logp, teacher_half = theirs.log_softmax(-1)[:, ::2], theirs[:, ::2].softmax(-1)
-    share = logp.logsumexp(-1, keepdim=True)
-    teacher = Teacher(logp - share, share, None, None) if renormalise else Teacher(logp, None, None, None)
-    student = Student(logits.detach()[:, None])
-    ((_, term),) = read_terms({name: {"renormalised": True}})
-    value, slope, total = term(student, teacher)
-    q = logits.softmax(-1)
-    away = (teacher_half - q).abs().sum(-1) / 2
-    w = torch.exp(-3 * (1 - away.detach()))
-    kl = (teacher.p * (teacher.logp - q.log())).sum(-1)
-    expected = {"tv": away, "l1": 2 * away, "lk": -(1 - away).log(), "lk_hybrid": w * kl + (1 - w) * away}[name]
-    (wanted,) = torch.autograd.grad(expected.sum(), logits)
-    torch.testing.assert_close(value[:, 0], expected.detach())
-    torch.testing.assert_close((slope - student.q * total[..., None])[:, 0], wanted)
-    ((_, default),) = read_terms({name: 1.0})
-    assert (default(student, teacher)[0] > value + 0.01).any()
-
-
-@pytest.mark.parametrize(
-    ("terms", "message"),
-    [
-        ({"tv": {"renormalised": "yes"}}, "tv.renormalised must be true or false, got 'yes'"),
-        ({"tv": {"k": 3}}, r"tv has no setting 'k'; it has \['weight', 'renormalised'\]"),
-        ({"top_k": {"k": 2.5}}, "top_k.k must be a whole number"),
-        ({"kl": {"temperature": -1}}, "kl.temperature must be at least 0"),
-    ],
-)
-def test_wrong_settings_of_terms(terms, message):
-    with pytest.raises(ValueError, match=message):
-        read_terms(terms)
 
 
 @pytest.mark.matrix

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import BLOCKS, DRAFTERS, PARALLEL, tiny_block, tiny_drafter, tiny_parallel, tiny_target
 from short_runs import batch
 
-from specdec.training.loop.footprint import saved_bytes
+from specdec.training.loop.measure import saved_bytes
 from specdec.training.objectives.block import BlockObjective
 from specdec.training.objectives.eagle import EagleObjective
 from specdec.training.objectives.eagle3 import Eagle3Objective
@@ -175,7 +175,10 @@ def test_drafters_that_do_not_fit_are_refused():
         (Eagle3Objective, {"switch": 1.5}, r"objective\.switch is a share of the run"),
         (Eagle3Objective, {"terms": {"kll": 1.0}}, r"objective\.terms has no 'kll'; there are ce, kl,"),
         (Eagle3Objective, {"terms": {"ce": 0.0}}, r"objective\.terms needs a term of a weight other than 0"),
-        (Eagle3Objective, {"terms": {"lk_hybrid": {"eta": 3.0}}}, r"objective\.terms\.lk_hybrid has no setting 'eta'"),
+        (Eagle3Objective, {"terms": {"tv": {"k": 3}}}, r"tv has no setting 'k'; it has \['weight', 'renormalised'\]"),
+        (Eagle3Objective, {"terms": {"tv": {"renormalised": "yes"}}}, "renormalised must be true or false, got 'yes'"),
+        (Eagle3Objective, {"terms": {"top_k": {"k": 2.5}}}, r"objective\.terms\.top_k\.k must be a whole number"),
+        (Eagle3Objective, {"terms": {"kl": {"temperature": -1}}}, "kl.temperature must be at least 0"),
     ],
 )
 def test_mistakes_are_named(objective, settings, message):

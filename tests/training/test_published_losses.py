@@ -1,6 +1,7 @@
 """Objectives of block drafters, P-EAGLE and PARD against the published trainers (tests/golden/README.md)."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -20,68 +21,59 @@ from specdec.training.objectives.anchors import gathered, slots
 from specdec.training.objectives.block import BlockObjective
 from specdec.training.objectives.parallel import ParallelObjective
 
-TOKENS, DSPARK = {"tokens": 1.0}, {"tokens": 0.1, "l1": 0.9}
-DIVIDED = {"denominator": "slots"}
+TOKENS, DSPARK, KL = {"tokens": 1.0}, {"tokens": 0.1, "l1": 0.9}, {"kl": 1}
 WINDOWS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5, "use_sliding_window": True}
 LAYER = json.loads((GOLDEN / "speculators.json").read_text())["transformer_layer_config"]
 NESTED = {"transformer_layer_config": LAYER | WINDOWS}
 NONCAUSAL = NESTED | {"sliding_window_non_causal": True}
 
-# name: (golden case, its loss, config, weights, other fields of the config, terms, settings)
+
+def case(golden: str, loss="loss", config="dflash", model=None, changes=None, terms=TOKENS, **settings) -> tuple:
+    """The golden case and its loss, the config and weights, other fields of the config, terms, further settings."""
+    return golden, loss, config, model or config, changes or {}, terms, settings
+
+
+speculators = partial(case, config="speculators", model="dflash", denominator="slots")
 CASES = {
-    "dflash: specforge": ("specforge", "loss", "dflash", "dflash", {}, TOKENS, {}),
-    "dflash: specforge, uniform": ("specforge", "uniform", "dflash", "dflash", {}, TOKENS, {"weights": "uniform"}),
-    "dflash: specforge, d_pace": (
-        "specforge", "d_pace", "dflash", "dflash", {}, TOKENS, {"weights": "d_pace", "denominator": "texts"},
+    "dflash: specforge": case("specforge"),
+    "dflash: specforge, uniform": case("specforge", "uniform", weights="uniform"),
+    "dflash: specforge, d_pace": case("specforge", "d_pace", weights="d_pace", denominator="texts"),
+    "dflash: specforge, windows": case("sliding.specforge", changes=WINDOWS),
+    "dflash: automodel": case("automodel", where="whole"),
+    "dflash: automodel, variable prefix": case("automodel.vp", where="whole", visible=0.9),
+    "dflash2: automodel": case("dflash2.automodel", config="dflash2", where="whole"),
+    "dflash2: speculators": speculators(
+        "dflash2.speculators",
+        config="dflash2_speculators",
+        model="dflash2",
+        terms=KL,
+        chooses="target",
+        missing="replace",
     ),
-    "dflash: specforge, windows": ("sliding.specforge", "loss", "dflash", "dflash", WINDOWS, TOKENS, {}),
-    "dflash: automodel": ("automodel", "loss", "dflash", "dflash", {}, TOKENS, {"where": "whole"}),
-    "dflash: automodel, variable prefix": (
-        "automodel.vp", "loss", "dflash", "dflash", {}, TOKENS, {"where": "whole", "visible": 0.9},
+    "dflash: deepspec": case("deepspec", config="deepspec", model="dflash", counts="prefix"),
+    "dflash: speculators, windows": speculators("sliding.speculators", changes=NESTED, terms=KL),
+    "dflash: speculators, two-sided": speculators("sliding.speculators", "noncausal", changes=NONCAUSAL, terms=KL),
+    "dflash: speculators, d_pace": speculators("speculators", "d_pace", terms={"choice": 1}, weights="d_pace"),
+    "dflash: speculators, two": speculators("speculators", "choice+tv", terms={"choice": 0.1, "tv": 0.9}),
+    "jetspec: automodel": case("jetspec", config="jetspec", terms=KL, weights="uniform", where="whole"),
+    "jetspec: automodel, temperature 2": case(
+        "jetspec", "T2", config="jetspec", terms={"kl": {"temperature": 2}}, weights="uniform", where="whole"
     ),
-    "dflash2: automodel": ("dflash2.automodel", "loss", "dflash2", "dflash2", {}, TOKENS, {"where": "whole"}),
-    "dflash2: speculators": (
-        "dflash2.speculators", "loss", "dflash2_speculators", "dflash2", {}, {"kl": 1},
-        DIVIDED | {"chooses": "target", "missing": "replace"},
-    ),
-    "dflash: deepspec": ("deepspec", "loss", "deepspec", "dflash", {}, TOKENS, {"counts": "prefix"}),
-    "dflash: speculators, windows": (
-        "sliding.speculators", "loss", "speculators", "dflash", NESTED, {"kl": 1}, DIVIDED,
-    ),
-    "dflash: speculators, bidirectional windows": (
-        "sliding.speculators", "noncausal", "speculators", "dflash", NONCAUSAL, {"kl": 1}, DIVIDED,
-    ),
-    "dflash: speculators, d_pace": (
-        "speculators", "d_pace", "speculators", "dflash", {}, {"choice": 1}, DIVIDED | {"weights": "d_pace"},
-    ),
-    "dspark: deepspec and specforge": (
-        "dspark.deepspec", "loss", "dspark", "dspark", {}, DSPARK, {"counts": "prefix"},
-    ),
-    "jetspec: automodel": (
-        "jetspec", "loss", "jetspec", "jetspec", {}, {"kl": 1}, {"weights": "uniform", "where": "whole"},
-    ),
-    "jetspec: automodel, temperature 2": (
-        "jetspec", "T2", "jetspec", "jetspec", {}, {"kl": {"temperature": 2}}, {"weights": "uniform", "where": "whole"},
-    ),
-}  # fmt: skip
-for name, loss, terms in [
-    ("kl", "loss", {"kl": 1}), ("choice", "choice", {"choice": 1}), ("tv", "tv", {"tv": 1}),
-    ("reverse_kl", "reverse_kl", {"reverse_kl": 1}), ("jsd", "jsd", {"jsd": 1}), ("lk", "lk", {"lk": 1}),
-    ("lk_hybrid", "lk_hybrid", {"lk_hybrid": 1}), ("two", "choice+tv", {"choice": 0.1, "tv": 0.9}),
-]:  # fmt: skip
-    CASES[f"dflash: speculators, {name}"] = ("speculators", loss, "speculators", "dflash", {}, terms, DIVIDED)
-for name, loss, terms in [("choice", "choice", {"choice": 1}), ("kl", "loss", {"kl": 1})]:
-    CASES[f"dflash: speculators, part of a vocabulary, {name}"] = (
-        "vocab96", loss, "speculators", "dflash", {"draft_vocab_size": 96}, terms, DIVIDED,
-    )  # fmt: skip
-for kind in ("gated", "rnn"):
-    CASES[f"dspark: deepspec, {kind}"] = (
-        f"dspark.{kind}", "loss", "dspark", "dspark", {"markov_head_type": kind}, DSPARK, {"counts": "prefix"},
-    )  # fmt: skip
+}
+for term in ("kl", "choice", "tv", "reverse_kl", "jsd", "lk", "lk_hybrid"):
+    how = {"loss": "loss" if term == "kl" else term, "terms": {term: 1}}
+    CASES[f"dflash: speculators, {term}"] = speculators("speculators", **how)
+    if term in ("kl", "choice"):
+        CASES[f"dflash: vocab96, {term}"] = speculators("vocab96", changes={"draft_vocab_size": 96}, **how)
+for kind, golden in (("vanilla", "deepspec"), ("gated", "gated"), ("rnn", "rnn")):
+    changes = {} if kind == "vanilla" else {"markov_head_type": kind}
+    CASES[f"dspark: deepspec, {kind}"] = case(
+        f"dspark.{golden}", config="dspark", changes=changes, terms=DSPARK, counts="prefix"
+    )
 for loss, terms in [("loss", {"choice": 0.1, "tv": 0.9}), *((name, {name: 1}) for name in ("choice", "kl", "tv"))]:
-    CASES[f"dspark: speculators, {loss}"] = (
-        "dspark.speculators", loss, "dspark_speculators", "dspark", {}, terms, DIVIDED | {"counts": "previous"},
-    )  # fmt: skip
+    CASES[f"dspark: speculators, {loss}"] = speculators(
+        "dspark.speculators", loss, config="dspark_speculators", model="dspark", terms=terms, counts="previous"
+    )
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,12 @@ from short_runs import contents, small_files
 
 from specdec import remote
 from specdec.engine.engine import Engine
-from specdec.model.cache import KVCache
 from specdec.model.loader import load_target
-from specdec.structs import Sampling
 from specdec.text import encode_chat
 from specdec.training import regenerate as module
-from specdec.training.data import Conversation
 from specdec.training.data.dialogues import Prompt
 from specdec.training.data.shards import Shards
-from specdec.training.regenerate import plan, regenerate
+from specdec.training.regenerate import plan
 
 main = main_of("data regenerate")
 
@@ -45,10 +42,13 @@ def whole(target_path, prompts, tmp_path_factory):
     return runs
 
 
-def test_parts_make_the_files_of_the_whole(target_path, prompts, whole, tmp_path):
+def test_parts_make_the_files_of_the_whole(target_path, prompts, whole, tmp_path, monkeypatch):
+    """A part that is there is not made again."""
     out = tmp_path / "answers.jsonl"
-    for part in ("1/2", "0/2", "0/2"):
+    for part in ("1/2", "0/2"):
         main(arguments(target_path, prompts, out, "--part", part))
+    monkeypatch.setattr(module.Engine, "generate", None)
+    main(arguments(target_path, prompts, out, "--part", "0/2"))
     assert contents(tmp_path) == whole["greedy"]
     said = refused(main, *arguments(target_path, prompts, out, "--part", "2/2"))
     assert "--part is K/N, such as 0/4 for the first of 4 parts, and not '2/2'" in said
@@ -69,29 +69,10 @@ def test_every_prompt_has_its_answer_in_a_shard(target_path, prompts, whole):
     assert whole["sampled"] != whole["greedy"]
 
 
-def test_stopped_in_the_middle_of_a_line_it_goes_on_to_the_same_bytes(
-    target_path, prompts, tmp_path, whole, monkeypatch
-):
-    """After half of line 13: the second line of a batch, in the second shard. All that `write` returned for is on the
-    disk by then, where a kill does not lose it."""
-    write, part = Shards.write, tmp_path / "answers-00001-of-00003.jsonl.partial"
-
-    def stop(self, rows):
-        if self.done < 10:
-            return write(self, rows)
-        write(self, rows[:2])
-        assert part.read_bytes().count(b"\n") == 3
-        self.file.write((json.dumps(rows[2], ensure_ascii=False)[:20]).encode())
-        raise KeyboardInterrupt
-
-    command = arguments(target_path, prompts, tmp_path / "answers.jsonl", *SAMPLED)
-    with monkeypatch.context() as patch:
-        patch.setattr(Shards, "write", stop)
-        with pytest.raises(SystemExit, match="130"):
-            main(command)
-    assert not part.read_bytes().endswith(b"\n")
-    main(command)
-    assert contents(tmp_path) == whole["sampled"]
+def test_a_kill_loses_no_line_that_was_written(tmp_path):
+    with Shards(tmp_path / "a.jsonl", 9, 4, {}) as shards:
+        shards.write([{}] * 6)
+        assert (tmp_path / "a-00001-of-00003.jsonl.partial").read_bytes() == b"{}\n" * 2
 
 
 def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp_path, whole):
@@ -113,36 +94,6 @@ def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp
                 break
         main(arguments(target_path, prompts, folder / "answers.jsonl", *SAMPLED))
         assert contents(folder) == whole["sampled"], place
-
-
-def test_rows_that_are_dropped_from_their_batch_do_not_change_that(target_path, prompts, tmp_path, monkeypatch):
-    """Sampled texts that end at one token in four, so that rows end at different times and leave their batch."""
-    drops, compact = [], KVCache.compact
-    monkeypatch.setattr(KVCache, "compact", lambda self, rows: drops.append(rows.count) or compact(self, rows))
-    target = load_target(target_path)
-    target.eos = frozenset(range(0, target.config.vocab, 4))
-    asked = [
-        Prompt([7 * i % target.config.vocab, 5], Conversation([{"role": "user", "content": str(i)}])) for i in range(16)
-    ]
-    how = {"max_new_tokens": 12, "batch_size": 8, "sampling": Sampling(1.0), "seed": 3}
-    for folder in ("whole", "cut"):
-        (tmp_path / folder).mkdir()
-    regenerate(target, asked, tmp_path / "whole" / "answers.jsonl", **how)
-    assert drops
-    whole = contents(tmp_path / "whole")
-    (tmp_path / "cut" / "answers.run.json").write_bytes(whole["answers.run.json"])
-    half = whole["answers.jsonl"][: len(whole["answers.jsonl"]) // 3]  # within the first batch
-    (tmp_path / "cut" / "answers.jsonl.partial").write_bytes(half)
-    regenerate(target, asked, tmp_path / "cut" / "answers.jsonl", **how)
-    assert contents(tmp_path / "cut") == whole
-
-
-def test_a_finished_run_is_not_run_again(target_path, prompts, tmp_path, whole, monkeypatch):
-    command = arguments(target_path, prompts, tmp_path / "answers.jsonl")
-    main(command)
-    monkeypatch.setattr(module.Engine, "generate", None)
-    main(command)
-    assert contents(tmp_path) == whole["greedy"]
 
 
 def test_the_settings_state_the_precision_of_products(target_path, prompts, tmp_path, matmul_precision):
@@ -288,24 +239,18 @@ def test_after_failures_and_an_interruption_the_bytes_are_the_same(engine, targe
     (out.parent / "answers-00001-of-00003.jsonl.partial").open("ab").write(b'{"messages"')  # a kill within a line
     with small_server(engine, fail=lambda number: 503 if number % 3 == 0 else None) as server:
         ask(server, target_path, prompts, out, *settings)
-    assert contents(out.parent) == whole
-
-
-def test_another_version_of_a_server_does_not_go_on_with_it(engine, target_path, prompts, tmp_path, capsys):
-    out = tmp_path / "answers.jsonl"
-    with small_server(engine) as server:
-        ask(server, target_path, prompts, out)
+        assert contents(out.parent) == whole
         server.version = "0.2"
         with pytest.raises(SystemExit, match="2"):
-            ask(server, target_path, prompts, out)
+            ask(server, target_path, prompts, out, *settings)
     assert "begun with server_version 0.1 of the tests, and this is 0.2" in capsys.readouterr().err
 
 
 def test_a_server_without_ids_gives_its_text(engine, target_path, prompts, tmp_path):
-    with small_server(engine) as server:
-        ask(server, target_path, prompts, tmp_path / "ids.jsonl")
-    with small_server(engine, ids=False) as server:
-        ask(server, target_path, prompts, tmp_path / "text.jsonl")
-    rows = [json.loads(line) for line in (tmp_path / "ids.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert all(row["messages"][-1].pop("tokens") for row in rows)
-    assert rows == [json.loads(line) for line in (tmp_path / "text.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for ids in (True, False):
+        with small_server(engine, ids=ids) as server:
+            ask(server, target_path, prompts, out := tmp_path / f"{ids}.jsonl")
+        rows.append([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()])
+    assert all(row["messages"][-1].pop("tokens") for row in rows[0])
+    assert rows[0] == rows[1]

@@ -19,9 +19,9 @@ from specdec.training import train
 from specdec.training.data import Batches, Sample
 from specdec.training.data.rollouts import Rollouts
 from specdec.training.loop.log import read_log
+from specdec.training.loop.parallel import shell
 from specdec.training.loop.settings import OnPolicy
 from specdec.training.loop.trainer import Trainer
-from specdec.training.loop.weights import shell
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.tokens import TokensObjective
 
@@ -226,22 +226,17 @@ def test_a_run_that_was_stopped_ends_as_one_left_alone(tmp_path, how, stop_after
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("share=1.5", "data.on_policy.share must be at most 1, got 1.5"),
-        ("start=-1", "data.on_policy.start must be at least 0, got -1"),
-        ("every=0", "data.on_policy.every must be at least 1, got 0"),
-        ("weight=0.5", "data.on_policy.weight must be at least 1, got 0.5"),
-        ("temperature=-1", "temperature must be 0 (greedy) or a positive number, got -1"),
-        ("topk=0", "topk and steps must be at least 1, got topk 0 and steps 2"),
-        ("topk=300", "topk is 300, but the draft vocabulary has 200 tokens only"),
+        ("data.on_policy.weight=0.5", "data.on_policy.weight must be at least 1, got 0.5"),
+        ("data.on_policy.temperature=-1", "temperature must be 0 (greedy) or a positive number, got -1"),
+        ("data.on_policy.topk=0", "topk and steps must be at least 1, got topk 0 and steps 2"),
+        ("data.on_policy.topk=300", "topk is 300, but the draft vocabulary has 200 tokens only"),
+        ("+data.on_policy.shares=0.5", "data.on_policy: "),
     ],
 )
 def test_mistakes_are_one_sentence(where, tmp_path, capsys, override, message):
-    on = "data.on_policy.share=0.5", "data.on_policy.steps=2", f"data.on_policy.{override}"
-    assert refused(capsys, train, *where, *on, f"out={tmp_path}") == f"error: {message}"
+    on = "data.on_policy.share=0.5", "data.on_policy.steps=2", override
+    assert refused(capsys, train, *where, *on, f"out={tmp_path}").startswith(f"error: {message}")
 
 
-def test_on_policy_can_be_null_but_not_misspelt(where, tmp_path, capsys):
-    how = [*where, "trainer.steps=1"]
-    train.run(composed("train", *how, f"out={tmp_path / 'null'}", "data.on_policy=null"))
-    said = refused(capsys, train, *how, f"out={tmp_path / 'odd'}", "+data.on_policy.shares=0.5")
-    assert said.startswith("error: data.on_policy: ")
+def test_on_policy_can_be_null(where, tmp_path):
+    train.run(composed("train", *where, "trainer.steps=1", f"out={tmp_path / 'null'}", "data.on_policy=null"))

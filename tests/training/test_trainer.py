@@ -18,6 +18,7 @@ from short_runs import assert_goes_on, samples, trainer
 from test_golden import GOLDEN, golden_drafter
 
 from specdec.acceptance import read_acceptance
+from specdec.cli.files import partial_path
 from specdec.drafters.formats import eagle3, load_drafter
 from specdec.engine.engine import Engine
 from specdec.engine.traces import tau
@@ -155,8 +156,8 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_batch(tmp_path, what, mes
     assert read_newest(tmp_path)[1]["step"] == 2
 
 
-@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 3), (signal.SIGINT, 4)])
-def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at):
+@pytest.mark.parametrize(("number", "at", "how"), [(signal.SIGTERM, 3, {"muon_lr": 0.02}), (signal.SIGINT, 4, {})])
+def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at, how):
     """A due evaluation is done when the run continues: held-out batches after step 4, none after step 3."""
 
     def interrupt(loss):
@@ -165,10 +166,10 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at):
         return loss
 
     before = signal.getsignal(number)
-    trainer(tmp_path / "cut", objective=Disturbed(at, interrupt)).train()
+    trainer(tmp_path / "cut", objective=Disturbed(at, interrupt), **how).train()
     assert signal.getsignal(number) is before
     assert f"stopped after step {at}; resume=true goes on" in capsys.readouterr().err
-    assert_goes_on(trainer, tmp_path / "cut", at)
+    assert_goes_on(partial(trainer, **how), tmp_path / "cut", at)
 
 
 def damage(path: Path, how: str) -> None:
@@ -184,9 +185,11 @@ def damage(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["cut", "empty", "one bit"])
 def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, how):
-    short, cut = partial(trainer, steps=5), tmp_path / "cut"
+    """One that a kill left half written does not count."""
+    short, cut = partial(trainer, steps=5, ema=0.5), tmp_path / "cut"
     short(cut).train()
     newest = checkpoints(cut)[-1]
+    partial_path(newest.with_name("step-00000009.pt")).write_bytes(newest.read_bytes()[:999])
     damage(newest, how)
     capsys.readouterr()
     assert_goes_on(short, cut, 4)

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -14,13 +13,12 @@ import torch
 from helpers import main_of, run_here, save_hf
 from safetensors.torch import load_file
 from short_runs import CONF, SMALL, composed, logged
-from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig
 
 from specdec.model.hf_parallel import misfit, shares, sketch
 from specdec.model.loader import load_target
 from specdec.ranks import share_output
-from specdec.training.loop.checkpoint import checkpoints, read_newest
+from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import join_processes
 from specdec.training.train import run
@@ -197,44 +195,3 @@ def test_bytes_of_each_process(tmp_path):
     plan = {"layers.*.self_attn.k_proj": "colwise"}
     assert misfit(config, plan, 2) is None
     assert misfit(config, plan, 4) == "6 heads with 2 of keys cannot be shared by 4 processes: take a divisor of both"
-
-
-DIES_WHILE_SAVING = """
-import io, os, signal, sys
-import torch
-from hydra import compose, initialize_config_dir
-from specdec.training.train import run
-save, calls = torch.save, []
-def save_and_die(state, file):
-    calls.append(1)
-    if len(calls) < 2:
-        return save(state, file)
-    buffer = io.BytesIO()
-    save(state, buffer)
-    file.write(buffer.getvalue()[: buffer.tell() // 2])
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-torch.save = save_and_die
-with initialize_config_dir(sys.argv[1], version_base="1.3"):
-    run(compose("train", sys.argv[2:]))
-"""
-
-
-def test_a_run_killed_while_it_saves_ends_as_one_left_alone(where, tmp_path):
-    """Bit for bit, with averages and Muon."""
-    settings = [*where, *AVERAGED, "trainer.save_every=2", "trainer.eval_batches=1", "trainer.muon_lr=0.02"]
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
-    command = [sys.executable, "-c", DIES_WHILE_SAVING, str(CONF), *SMALL, *settings, f"out={cut}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=ENV, cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    assert [path.name for path in checkpoints(cut)] == ["step-00000002.pt"]
-    run(composed("train", *settings, f"out={cut}", "resume=auto"))
-    run(composed("train", *settings, f"out={whole}"))
-    assert logged(cut) == logged(whole)
-    states = [{k: v for k, v in read_newest(out)[1].items() if "seconds" not in k} for out in (cut, whole)]
-    (leaves, spec), (others, other_spec) = map(tree_flatten, states)
-    assert spec == other_spec
-    for leaf, other in zip(leaves, others, strict=True):
-        assert torch.equal(leaf, other) if isinstance(leaf, torch.Tensor) else leaf == other
-    weights = [(out / "draft" / "model.safetensors").read_bytes() for out in (cut, whole)]
-    assert weights[0] == weights[1]

@@ -31,9 +31,9 @@ LAYERS = [0, 1, 2, 3]  # all of the target, as vLLM counts them
 class StandIn:
     """Writes what vLLM would, for token ids."""
 
-    def __init__(self, target_path, folder, dtype=torch.float32):
+    def __init__(self, target_path, folder):
         logging.disable_progress_bar()
-        self.model = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype)
+        self.model = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32)
         self.folder, self.inputs = folder, []
         for layer in [*self.model.model.layers, self.model.model.norm]:
             layer.register_forward_pre_hook(lambda _, args, kwargs: self.inputs.append((*args, *kwargs.values())[0]),
@@ -182,6 +182,11 @@ def fewer_states(stand_in, ids):
     save_file(tensors, path, {"specdec": json.dumps({"layers": LAYERS})})
 
 
+def other_precision(stand_in, ids):
+    stand_in.model.bfloat16()
+    stand_in.write(ids[0])
+
+
 def other_weights(stand_in, ids):
     torch.nn.init.normal_(stand_in.model.lm_head.weight)
     for text in ids:
@@ -209,6 +214,7 @@ def other_weights(stand_in, ids):
         (other_ids, r"has no states of 24 of 24 conversations: of the first one's \d+ token ids the nearest file has"),
         (lambda s, ids: [s.write(text) for text in ids[1:]], "has no states of 1 of 24 conversations"),
         (lambda s, ids: s.folder.rmdir(), "states is no folder"),
+        (other_precision, "holds bfloat16, and the target is read in float32: set target.dtype"),
     ],
 )
 def test_wrong_files_are_reported(where, target_path, ids, folder, tmp_path, capsys, wrong, message):
@@ -216,12 +222,6 @@ def test_wrong_files_are_reported(where, target_path, ids, folder, tmp_path, cap
     words = [*where, "drafter.taps=[0,1,2]", f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
     assert re.search(message, refused(capsys, cache, *words))
     assert not list(tmp_path.glob("out/features-*"))
-
-
-def test_states_of_another_precision_are_reported(where, target_path, ids, folder, tmp_path, capsys):
-    StandIn(target_path, folder, torch.bfloat16).write(ids[0])
-    words = [*where, f"out={tmp_path / 'out'}", f"from_vllm={folder}"]
-    assert "holds bfloat16, and the target is read in float32: set target.dtype" in refused(capsys, cache, *words)
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,6 @@ from specdec.training.data.render import Sample, count_tokens
 from specdec.training.data.sources import Record, preset, read_conversations, read_records
 
 __all__ = [
-    "Batch",
-    "Batches",
-    "Conversation",
-    "Message",
-    "Record",
-    "Sample",
-    "Tally",
-    "count_tokens",
-    "hold_out",
-    "load_samples",
-    "preset",
-    "read_conversations",
-    "read_messages",
-    "read_records",
-    "read_samples",
-    "tokenise",
-]
+    "Batch", "Batches", "Conversation", "Message", "Record", "Sample", "Tally", "count_tokens", "hold_out",
+    "load_samples", "preset", "read_conversations", "read_messages", "read_records", "read_samples", "tokenise",
+]  # fmt: skip

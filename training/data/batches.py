@@ -102,28 +102,23 @@ class Batches:
 
     def layout(self, indices: list[int]) -> tuple[list[list[int]], tuple[int, int]]:
         """The samples of each row of a batch, and its shape [B,T]."""
-        rows = [[i] for i in indices]
-        if self.pack is not None:
-            (rows,) = self._pack(indices, self.pack)
+        (rows,) = [[[i] for i in indices]] if self.pack is None else self._pack(indices, self.pack)
         return rows, (len(rows), max(sum(len(self.samples[i].ids) for i in row) for row in rows))
 
     def collate(self, indices: list[int]) -> Batch:
         """Return the samples at `indices` as one batch, padded on the right."""
         rows, shape = self.layout(indices)
-        tokens, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-        documents, weights = torch.zeros(shape, dtype=torch.int64), torch.ones(shape)
+        tokens, documents = torch.zeros(2, *shape, dtype=torch.int64).unbind()
+        mask, weights = torch.zeros(shape), torch.ones(shape)
         for r, row in enumerate(rows):
             end = 0
-            for number, i in enumerate(row):
+            for i in row:
                 sample = self.samples[i]
-                here = slice(end, end + len(sample.ids))
-                tokens[r, here] = torch.from_numpy(sample.ids)
-                mask[r, here] = torch.from_numpy(sample.mask)
-                documents[r, here] = number
+                here = slice(end, end := end + len(sample.ids))
+                tokens[r, here], mask[r, here] = torch.from_numpy(sample.ids), torch.from_numpy(sample.mask)
+                documents[r, end:] += 1
                 if sample.weights is not None:
                     weights[r, here] = torch.from_numpy(sample.weights)
-                end = here.stop
-            documents[r, end:] = len(row)
         weighted = any(self.samples[i].weights is not None for i in indices)
         numbers: Any = [[self.samples[i].number for i in row] for row in rows]
         return Batch(tokens, mask, None if self.pack is None else documents, weights if weighted else None, numbers)

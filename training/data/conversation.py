@@ -37,7 +37,7 @@ def conversation_of(row: dict) -> Conversation:
         turns = row.get("conversations") or row.get("messages")
         if not isinstance(turns, list) or not turns:
             raise ValueError("the conversation is empty")
-        return Conversation(_with_system(row, [_message(turn) for turn in turns]), _tools(row))
+        return _talk(row, [_message(turn) for turn in turns])
     if isinstance(row.get("text"), str):
         extra = next((name for name in ("system", "system_prompt", "tools") if row.get(name)), None)
         if extra is not None:
@@ -46,33 +46,25 @@ def conversation_of(row: dict) -> Conversation:
     prompt = row.get("turns") or row.get("prompt")
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     if isinstance(first, str):
-        return Conversation(_with_system(row, [{"role": "user", "content": clean(first)}]), _tools(row))
+        return _talk(row, [{"role": "user", "content": clean(first)}])
     if isinstance(prompt, list) and isinstance(first, dict):  # preference data: the messages up to the answer
-        return Conversation(_with_system(row, [_message(turn) for turn in prompt]), _tools(row))
+        return _talk(row, [_message(turn) for turn in prompt])
     raise ValueError("none of 'conversations' (ShareGPT), 'messages' (OpenAI), 'text', 'turns' and 'prompt'")
 
 
-def _with_system(row: dict, messages: list[Message]) -> list[Message]:
-    """Put the record's system prompt in front."""
-    system = row.get("system") or row.get("system_prompt")
-    if not system:
-        return messages
-    if not isinstance(system, str):
+def _talk(row: dict, messages: list[Message]) -> Conversation:
+    """Return the messages after the record's system prompt, with the record's tools."""
+    system, tools = row.get("system") or row.get("system_prompt"), row.get("tools")
+    if system and not isinstance(system, str):
         raise ValueError(f"the field 'system' must be a text, got {shown(system)}")
-    if messages[0]["role"] in ("system", "developer"):
+    if system and messages[0]["role"] in ("system", "developer"):
         raise ValueError("the record has a field 'system' and a turn by the system: keep one of them")
-    return [{"role": "system", "content": clean(system)}, *messages]
-
-
-def _tools(row: dict) -> list | None:
-    tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
         tools = _json(tools, "tools")
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise ValueError(f"the field 'tools' must be a list of objects, got {shown(tools)}")
-    return tools
+    first = [{"role": "system", "content": clean(system)}] if system else []
+    return Conversation([*first, *messages], tools or None)
 
 
 def _json(text: str, name: str) -> Any:
@@ -97,12 +89,8 @@ def _message(turn: dict) -> Message:
     message: Message = {"role": SPEAKERS[role], "content": content}
     if role == "function_call":  # LLaMA-Factory's form: the value is the call
         call = _json(content, "function_call") if isinstance(content, str) else None
-        calls = call if isinstance(call, list) else [call]
-        message = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": c} for c in calls],
-        }
+        calls = [{"type": "function", "function": c} for c in (call if isinstance(call, list) else [call])]
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
     message |= {name: turn[name] for name in CARRIED if turn.get(name)}
     return message | _weight(turn, message["role"]) | (_said(turn) if message["role"] == "assistant" else {})
 

@@ -1,5 +1,6 @@
 """Conversations that the target holds: a prompt, its answer, and the questions that follow."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from specdec.model.language_model import LanguageModel
@@ -64,15 +65,14 @@ class Dialogues:
                     self.talks[i] = more
                     self.going.append(i)
 
-    def rows(self) -> list[dict]:
-        """Return the rows of the output file, one for each prompt."""
-        return [self._row(*row) for row in zip(self.prompts, self.talks, self.last, strict=True)]
-
-    def _row(self, prompt: Prompt, talk: Conversation, last: Answer | None) -> dict:
-        if last is None or talk[0]["role"] != "text":
-            return {"messages": list(talk)} | ({"tools": talk.tools} if talk.tools else {})
-        whole = replace(last, tokens=last.tokens and [*prompt.ids, *last.tokens])
-        return {"text": talk[0]["content"] + last.text} | whole.fields()
+    def rows(self) -> Iterator[dict]:
+        """Yield the rows of the output file, one for each prompt."""
+        for prompt, talk, last in zip(self.prompts, self.talks, self.last, strict=True):
+            if last is None or talk[0]["role"] != "text":
+                yield {"messages": list(talk)} | ({"tools": talk.tools} if talk.tools else {})
+            else:
+                whole = replace(last, tokens=last.tokens and [*prompt.ids, *last.tokens])
+                yield {"text": talk[0]["content"] + last.text} | whole.fields()
 
 
 def cut_off(row: dict) -> int:

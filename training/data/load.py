@@ -17,6 +17,7 @@ from specdec.training.data.render import Sample, check_tokenizer, render
 from specdec.training.data.sources import Record, read_records
 
 MOST = 256  # conversations that are held out where data.heldout is a share
+SILENT = "conversations in which the assistant does not speak left out"
 
 
 @dataclass
@@ -57,11 +58,7 @@ class Tally:
 
 
 def read_messages(records: Iterable[Record], tokenizer, tally: Tally) -> Iterator[tuple[str, Conversation]]:
-    """Yield the place of each good record, and its messages.
-
-    Raises:
-        ValueError: The tokenizer cannot render conversations. Raised at the first conversation.
-    """
+    """Yield the place of each good record, and its messages. Raises ValueError if the tokenizer cannot render them."""
     checked = False
     for record in records:
         messages = Conversation([])
@@ -84,31 +81,22 @@ def read_samples(
     tally: Tally,
     day: str | None = None,
 ) -> Iterator[Sample]:
-    """Yield the samples of the records.
+    """Yield the samples of the records by the tokenizer and chat template of the target.
 
-    Args:
-        records: Records to render and tokenise.
-        target: The target, whose tokenizer and chat template are used.
-        max_length: Most tokens of a sample.
-        too_long: Treatment of longer samples, 'cut' or 'drop'.
-        tally: Counts of the samples that were left out or cut.
-        day: Date that a chat template writes as today's.
-
-    Raises:
-        ValueError: The tokenizer does not belong to the target.
+    too_long: treatment of samples of more than `max_length` tokens, 'cut' or 'drop'. day: the date that a chat template
+    writes as today's. Raises ValueError if the tokenizer does not belong to the target.
     """
     if too_long not in ("cut", "drop"):
         raise ValueError(f"too_long must be 'cut' or 'drop', got {too_long!r}")
-    vocab = target.vocab
     for where, messages in read_messages(records, target.tokenizer, tally):
         samples: list[Sample] = []
         with tally.record(where):
             samples = _samples(target.tokenizer, messages, max_length, too_long, tally, day)
         for sample in samples:
-            if sample.ids.max() >= vocab:
+            if sample.ids.max() >= target.vocab:
                 raise ValueError(
                     f"{where}: the tokenizer gives token {sample.ids.max()}, but the target's vocabulary has "
-                    f"{vocab} tokens only: the tokenizer does not belong to the target"
+                    f"{target.vocab} tokens only: the tokenizer does not belong to the target"
                 )
             yield sample
 
@@ -123,18 +111,17 @@ def _samples(
         tally.count("conversations that the chat template refuses left out")
         return []
     samples = []
-    candidates: list[Sample | None] = [*rendered] or [None]
-    for sample in candidates:
-        if sample is not None and len(sample.ids) > max_length:
-            if too_long == "drop":
-                tally.count(f"conversations of more than {max_length} tokens left out")
-                continue
-            tally.count(f"conversations cut at {max_length} tokens")
-            sample = Sample(sample.ids[:max_length], sample.mask[:max_length])
-        if sample is None or not sample.mask.any():
-            tally.count("conversations in which the assistant does not speak left out")
+    for sample in rendered:
+        if len(sample.ids) > max_length and too_long == "drop":
+            tally.count(f"conversations of more than {max_length} tokens left out")
             continue
-        samples.append(sample)
+        tally.count(f"conversations cut at {max_length} tokens", len(sample.ids) > max_length)
+        sample = Sample(sample.ids[:max_length], sample.mask[:max_length])
+        if sample.mask.any():
+            samples.append(sample)
+        else:
+            tally.count(SILENT)
+    tally.count(SILENT, not rendered)
     return samples
 
 

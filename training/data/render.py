@@ -47,16 +47,12 @@ def render(
     markers is rendered up to each answer and with it; the difference is the answer. An answer that comes with its
     `tokens` is trained on these. If the template rewrites earlier turns, each answer becomes a sample of its own.
 
-    note: counts what was changed, by its name. day: what the template writes as today's date, YYYY-MM-DD.
-
-    Raises ValueError for a conversation of which the template leaves something out, and jinja2's TemplateError, the
-    template's own refusal.
+    note: counts what was changed, by its name. day: what the template writes as today's date, YYYY-MM-DD. Raises
+    ValueError for a conversation of which the template leaves something out, and the template's own TemplateError.
     """
     first = messages[0]
     if first["role"] == "text":
-        if "tokens" in first:
-            return [_sample(first["tokens"], [True] * len(first["tokens"]))]
-        ids = tokenizer(first["content"])["input_ids"]
+        ids = first["tokens"] if "tokens" in first else tokenizer(first["content"])["input_ids"]
         return [_sample(ids, [True] * len(ids))]
     return _Chat(tokenizer, messages, note, day).samples()
 
@@ -184,11 +180,8 @@ class _Chat:
             written = all(text.strip() in whole for text in texts)
             if len(texts) > 1 and (not written or str(parts[0]) in whole):
                 raise ValueError("the target's chat template takes text, and not a list of parts as 'content'")
-            if (
-                message["role"] != "assistant"
-                and not written
-                and self._same(whole, [*self.messages[:i], *self.messages[i + 1 :]], self.tools)
-            ):
+            others = [*self.messages[:i], *self.messages[i + 1 :]]
+            if message["role"] != "assistant" and not written and self._same(whole, others, self.tools):
                 raise ValueError(_ignored(f"the turn of {message['role']!r}"))
 
     def _same(self, whole: str, messages: list[Message], tools: list | None) -> bool:
@@ -199,11 +192,7 @@ class _Chat:
 
 
 def _belongs(text: str, place: Span, span: Span) -> bool:
-    """Return whether a token belongs to a span.
-
-    A token across the span's border belongs to it if only spaces of the token are outside, for example the first word
-    after a prompt that ends with a space.
-    """
+    """Return whether a token is in a span, but for spaces, such as that before the first word of an answer."""
     (start, end), (a, b) = place, span
     if a <= start and end <= b:
         return True

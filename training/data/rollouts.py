@@ -27,9 +27,8 @@ from specdec.engine.traces import tau
 from specdec.model.language_model import LanguageModel
 from specdec.structs import Sampling
 from specdec.training.data import Batch, Batches, Sample
-from specdec.training.loop.parallel import Processes
+from specdec.training.loop.parallel import Processes, fill
 from specdec.training.loop.settings import OnPolicy
-from specdec.training.loop.weights import fill
 
 
 class Rollouts:
@@ -49,19 +48,10 @@ class Rollouts:
         processes: Processes | None = None,
         batches_a_step: int = 1,
     ):
-        """Set up decoding with a drafter that shares the settings of the one in training.
+        """Set up decoding with a `shell` of the drafter in training, because decoding leaves caches in a drafter.
 
-        Args:
-            target: The target.
-            drafter: A `shell` of the drafter in training, because decoding leaves caches in a drafter.
-            data: The batches of the data set.
-            settings: Settings of the rollouts.
-            seed: Seed of the run.
-            processes: The processes of the run; None for one process.
-            batches_a_step: Number of batches in a step, of all processes together.
-
-        Raises:
-            ValueError: The drafter cannot draft such a tree, or no conversation has an answer that can be continued.
+        batches_a_step: of all processes together. Raises ValueError if the drafter cannot draft such a tree, or if no
+        conversation has an answer that can be continued.
         """
         self.data, self.settings, self.seed, self.processes = data, settings, seed, processes or Processes()
         self.drafter = drafter.to(target.device, target.dtype).eval()
@@ -103,11 +93,7 @@ class Rollouts:
         return {"tau": tau([row.trace for row in rows]), "new_tokens": new, "rejected": rejected / new}
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
-        """Yield all batches except the first `skip`.
-
-        Batches of a rollout are spread evenly among the others, according to `share`. The batch's number alone
-        determines which batch of the rollout is yielded.
-        """
+        """Yield all batches except the first `skip`: those of a rollout, spread evenly by their number, and others."""
         number, data = skip, self.data.iterate(skip - self._before(skip))
         while True:
             place, number = self._before(number), number + 1
@@ -145,8 +131,7 @@ class Rollouts:
     def _rejected(self, row: Sequence) -> list[int]:
         """Return the places of a row's tokens with which the target replaced a draft.
 
-        These are the last tokens of the rounds that accepted fewer tokens than the tree has levels, unless the text
-        ended there.
+        Each ends a round that accepted fewer tokens than the tree has levels, unless the text ended there.
         """
         places, end = [], 1  # the first token is the prefill's
         for accepted, emitted in zip(row.trace.accepted, row.trace.emitted, strict=True):
@@ -163,10 +148,7 @@ class Rollouts:
         return Sample(ids[cut], (np.arange(len(ids)) >= len(row.prompt))[cut], weights[cut])
 
     def _use(self, samples: list[Sample]) -> None:
-        """Make the following batches from these samples.
-
-        The batches are as few as possible and of similar sizes, so that all steps have about the same size.
-        """
+        """Make the following batches from these samples: as few as possible, and of similar sizes."""
         data = self.data
         batches = partial(Batches, samples, seed=data.seed, pack=data.pack, lookahead=data.lookahead)
         count = len(batches(data.batch_tokens).epoch(0))

@@ -42,16 +42,15 @@ class Shards:
 
     A file ends in `.partial` until it is complete. OUT.run.json holds the settings that made the lines, so that only a
     run of the same settings continues them. `done` counts the existing lines.
-
-    Raises ValueError if the files cannot be written, or were begun by a run of other settings.
     """
+
+    file: BinaryIO  # the file of the shard that is written, in the `with` block
 
     def __init__(self, out: Path, rows: int, size: int | None, settings: dict, only: int | None = None):
         """only: the number of a file; others are somebody else's."""
         if size is not None and size < 1:
             raise ValueError(f"a shard must hold at least 1 line, got {size}")
         self.out, self.rows, self.size = out, rows, size or rows
-        self.file: BinaryIO | None = None
         self.count = -(-rows // self.size)
         self.first, self.end = (0, self.count) if only is None else (only, only + 1)
         self.last = min(self.end * self.size, rows)  # one past the number of our last line
@@ -78,7 +77,7 @@ class Shards:
 
     def __exit__(self, *_) -> None:
         """Close the open file."""
-        if self.file is not None:
+        if self.shard < self.end:
             with suppress(OSError):  # `write` has flushed, or raised: closing would try again what did not fit
                 self.file.close()
 
@@ -92,28 +91,22 @@ class Shards:
         """Append rows. When this returns the system has them, and a kill does not lose them."""
         try:
             for row in rows:
-                self._open().write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+                self.file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
                 self.done += 1
                 self._close_full_shard()
             if self.shard < self.end:
-                self._open().flush()
+                self.file.flush()
         except OSError as error:
             raise self._cannot_write(error) from None
 
     def _close_full_shard(self) -> None:
         if self.done < min((self.shard + 1) * self.size, self.rows):
             return
-        self._open().close()
+        self.file.close()
         put_in_place(self.path(self.shard))
         self.shard += 1
         if self.shard < self.end:
             self.file = self._partial().open("ab")
-
-    def _open(self) -> BinaryIO:
-        """The file of the shard that is written. Raises ValueError outside of the `with` block."""
-        if self.file is None:
-            raise ValueError(f"{self.out} is not open for writing")
-        return self.file
 
     def _partial(self) -> Path:
         return partial_path(self.path(self.shard))

@@ -23,14 +23,8 @@ from torch import Tensor
 from specdec.cli.reading import read_model
 from specdec.model.weight_files import read_json
 from specdec.training.data import Batch, Sample
+from specdec.training.features import signature
 from specdec.training.features.online import Features, arguments, deferred_logits, online_features
-from specdec.training.features.signature import (
-    data_signature,
-    short,
-    target_signature,
-    tokenizer_signature,
-    vocabulary_signature,
-)
 from specdec.training.objectives.teacher import TeacherLogits, TopTokens
 
 SCHEMA = 1
@@ -80,17 +74,13 @@ class Form:
     def _states(self, name: str, rows: str, count: int) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
         states: dict[str, tuple[str, tuple[int, ...], torch.dtype]]
         states = {name: (rows, (count, self.hidden), STORES[self.store])}
-        scales = {f"{name}_scale": (rows, (count, 1), torch.float32)}
-        return states | scales if self.store == "int8" else states
+        return states | ({f"{name}_scale": (rows, (count, 1), torch.float32)} if self.store == "int8" else {})
 
     def bytes(self, samples: Iterable[Sample], shards: int) -> int:
         """What the shards take on disk, headers included."""
-        rows = {"sample": 0, "token": 0, "position": 0}
-        for sample in samples:
-            rows["sample"] += 1
-            rows["token"] += len(sample.ids)
-            rows["position"] += int(wanted(sample.mask).sum())
-        tensors = self.tensors().values()
+        masks, tensors = [sample.mask for sample in samples], self.tensors().values()
+        rows = {"sample": len(masks), "token": sum(map(len, masks))}
+        rows["position"] = sum(int(wanted(mask).sum()) for mask in masks)
         content = sum(rows[per] * math.prod(shape) * dtype.itemsize for per, shape, dtype in tensors)
         return content + shards * (160 + 90 * len(tensors))  # a header is JSON: names, dtypes, shapes, places
 
@@ -133,11 +123,11 @@ def describe(
     """
     return ({} if source is None else {"source": source}) | {
         "schema": SCHEMA,
-        "target": f"{target_signature(target, source is not None)} ({target.name}, {str(target.dtype)[6:]})",
-        "tokenizer": tokenizer_signature(target.tokenizer),
+        "target": f"{signature.target_signature(target, source is not None)} ({target.name}, {str(target.dtype)[6:]})",
+        "tokenizer": signature.tokenizer_signature(target.tokenizer),
         "taps": list(taps),
-        "draft vocabulary": None if keep is None else f"{vocabulary_signature(vocab)} ({vocab.size} tokens)",
-        "data": f"{data_signature(samples)} ({len(samples)} conversations)",
+        "draft vocabulary": None if keep is None else f"{signature.vocabulary_signature(vocab)} ({vocab.size} tokens)",
+        "data": f"{signature.data_signature(samples)} ({len(samples)} conversations)",
     }
 
 
@@ -168,11 +158,9 @@ class FeatureCache:
         if not (self.folder / MANIFEST).is_file():
             raise ValueError(f"{folder} is no cache of features: it has no {MANIFEST}")
         self.manifest = read_json(self.folder / MANIFEST)
-        if self.manifest.get("schema") != SCHEMA:
-            raise ValueError(
-                f"{folder} is of schema {self.manifest.get('schema')}, and this reads {SCHEMA}: make it anew"
-            )
-        from specdec.training.features.manifest import Manifest  # here: only readers need pydantic
+        if (schema := self.manifest.get("schema")) != SCHEMA:
+            raise ValueError(f"{folder} is of schema {schema}, and this reads {SCHEMA}: make it anew")
+        from specdec.training.file_models import Manifest  # here: only readers need pydantic
 
         written = read_model(Manifest, self.manifest, str(self.folder / MANIFEST))
         self.keep, count = written.keep, len(written.shards)
@@ -201,11 +189,7 @@ class FeatureCache:
         return dict(zip(self.manifest["taps"], self.manifest.get("sizes", ()), strict=False))
 
     def check(self, target, taps: tuple[int, ...], vocab, samples: list[Sample]) -> None:
-        """Raise ValueError unless target, tokenizer, taps and data are those that made this cache.
-
-        The draft vocabulary must be the same too if the cache stores its most likely tokens. The message names both
-        values.
-        """
+        """Raise ValueError unless target, tokenizer, taps, data and, if it was used, vocabulary made this cache."""
         now = describe(target, taps, vocab, samples, self.keep, self.manifest.get("source"))
         check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec train cache")
 
@@ -230,10 +214,7 @@ class FeatureCache:
         return arguments(batch, feats.flatten(2).to(device), logits)
 
     def _read(self, number: int, row: int, start: int, feats: Tensor, columns_kept: dict[str, Tensor]) -> None:
-        """Copy one sample's features into feats [B,T,count,H] and columns_kept [B,T,...].
-
-        The sample is written to `row`, from column `start` on.
-        """
+        """Copy a sample's features into `row` of feats [B,T,count,H] and columns_kept [B,T,...], from `start` on."""
         which, token, position = self.places[number]
         mask, shard = self.samples[number].mask, self.shards[which]
         feats[row, start : start + len(mask)] = _states(shard, "feats", slice(token, token + len(mask)))
@@ -274,4 +255,4 @@ def open_shard(path: Path, manifest: dict):
 
 def manifest_signature(manifest: dict) -> str:
     """Return a short hash of a cache's manifest."""
-    return short(json.dumps(manifest, sort_keys=True))
+    return signature.short(json.dumps(manifest, sort_keys=True))

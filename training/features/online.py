@@ -21,23 +21,13 @@ def online_features(
 ) -> Features:
     """Run the frozen target over a batch, and return the keyword arguments of an objective.
 
-    Args:
-        target: The target.
-        batch: The batch.
-        taps: Indices of the hidden states that the drafter reads.
-        autocast: Context in which the target runs.
-        deferred: Compute logits only where the objective reads them, so that [B,T,V] is never in memory. By default
-            True for our own `Target`, and False for transformers' modules, which cannot run without their head.
-
-    Returns:
-        feats [B,T,F], tokens [B,T], teacher_logits [B,T,V] and loss_mask [B,T], not shifted, and weights [B,T] if the
-            batch has them.
+    These are feats [B,T,F], tokens [B,T], teacher_logits [B,T,V] and loss_mask [B,T], not shifted, and weights [B,T] if
+    the batch has them. deferred: compute logits only where the objective reads them, so that [B,T,V] is never in
+    memory. By default True for our own `Target`, and False for transformers' modules, which need their head to run.
     """
-    device = target.device
-    tokens = batch.tokens.to(device)
-    documents = None if batch.documents is None else batch.documents.to(device)
-    if deferred is None:
-        deferred = isinstance(target, Target)
+    tokens = batch.tokens.to(target.device)
+    documents = None if batch.documents is None else batch.documents.to(target.device)
+    deferred = isinstance(target, Target) if deferred is None else deferred
     with torch.no_grad(), autocast:
         if deferred:
             last, width = target.config.layers, target.config.hidden

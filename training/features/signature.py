@@ -25,11 +25,7 @@ def target_signature(target, ends: bool = False) -> str:
     """Return a signature of a target's config and loaded weights, independent of device and memory layout.
 
     It covers the names and shapes, the sum of all bits as integers, and `PLACES` values of each tensor, in the loaded
-    dtype.
-
-    Args:
-        target: The target.
-        ends: Cover only the weights outside of the layers.
+    dtype. ends: of the weights outside of the layers alone.
     """
     parts: list[str | bytes] = [repr(target.config)]
     for name, weight in sorted(target.named_parameters()):

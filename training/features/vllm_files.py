@@ -130,10 +130,8 @@ class VllmStates:
     def take(self, samples: list[Sample], server: Remote | None = None, requests: int = 8) -> None:
         """Serve these samples, numbered in their order.
 
-        Samples without a file are requested from the server, whose connector writes into this folder.
-
-        Raises:
-            ValueError: A sample has no file in the end, or the states are not those of this target.
+        Samples without a file are requested from the server, whose connector writes into this folder. Raises ValueError
+        if a sample has no file in the end, or if the states are not those of this target.
         """
         missing = [sample for sample in samples if self.find(sample.ids) is None]
         every = every_token(self.target.vocab).numpy()
@@ -176,17 +174,16 @@ class VllmStates:
 
     @torch.no_grad()
     def _check_next(self, files: Iterable[StateFile]) -> None:
-        """Raise ValueError unless the head finds the tokens likely that vLLM chose.
+        """Raise ValueError unless the head finds the tokens likely that vLLM chose, where files state them.
 
-        It does not if the files are of another target, or if their last state is not the last layer's. Files without a
-        next token are skipped.
+        It does not if the files are of another target, or if their last state is not the last layer's.
         """
-        labelled = [file for file in files if file.next_token is not None]
-        wrong = [file for file in labelled[:32] if file.next_token not in self._likely(file)]
-        if 2 * len(wrong) > len(labelled[:32]):
+        labelled = [file for file in files if file.next_token is not None][:32]
+        wrong = [file for file in labelled if file.next_token not in self._likely(file)]
+        if 2 * len(wrong) > len(labelled):
             raise ValueError(
                 f"{wrong[0].path}: by the head of {self.target.name} vLLM's next token is not among the {LIKELIEST} "
-                f"likeliest, so in {len(wrong)} of {len(labelled[:32])} files: these are another target's states"
+                f"likeliest, so in {len(wrong)} of {len(labelled)} files: these are another target's states"
             )
 
     def _likely(self, file: StateFile) -> list[int]:
@@ -196,7 +193,7 @@ class VllmStates:
     def sizes(self, taps: tuple[int, ...]) -> dict[int, float]:
         """Return for each tap the root mean square of its states, to the nearest power of two.
 
-        The mean is over `every_token` if the folder has it, or else over some of the samples.
+        It is that of `every_token` if the folder has it, or else that of some samples.
         """
         every = self.find(every_token(self.target.vocab).numpy())
         files = [every] if every else [self.file_of(sample.ids) for sample in self.samples[:32]]

@@ -1,22 +1,28 @@
 """Checkpoints of a run: `checkpoints/step-00000200.pt`, each written atomically, of which the last few stay.
 
 A checkpoint is a zip with a checksum for every tensor. One that was cut off or altered is recognised by these, and the
-one before it is used. A run continues from a state by `restore`.
+one before it is used. A run continues from a state by `restore`, with the settings that it began with: changes of its
+result are refused, others are reported.
 """
 
 import pickle
 import re
 import sys
 import zipfile
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from omegaconf import DictConfig, OmegaConf
 
+from specdec import own
 from specdec.cli.files import output_folder, write_whole
 from specdec.contracts import Drafter
-from specdec.training.loop.weights import full, sharded_as
+from specdec.registry import read_yaml
+from specdec.schema import shown
+from specdec.training.loop.parallel import full, sharded_as
 
 if TYPE_CHECKING:
     from specdec.training.loop.trainer import Trainer
@@ -24,6 +30,21 @@ if TYPE_CHECKING:
 FOLDER = "checkpoints"
 NAME = re.compile(r"step-(\d{8,})\.pt")
 FUSION = ", fusion='shared'"  # in descriptions of version 0.1 for block drafters: a removed setting, at its default
+REMOVED = {"drafter.fusion": "shared"}  # settings of version 0.1, at the value that is built in now
+# What the weights do not depend on. Checkpoints say themselves whether the data, and the batches of a step over all
+# processes, are the same: a file may move, and more processes may accumulate less.
+FREE = {
+    "out", "resume", "logger", "device", "tp_plan", "whole_target", "target.device_map",
+    "data.path", "data.cache", "data.streaming",
+} | {
+    f"trainer.{name}"
+    for name in (
+        "accumulate", "fsdp", "recompute", "log_every", "save_every", "keep", "eval_batches", "prompts", "decode_every",
+        "decode_prompts", "decode_tokens", "decode_steps", "logger", "wandb",
+    )
+}  # fmt: skip
+SILENT = {"out", "resume"}
+COUNTERS = ("step", "batches", "tokens", "learnt", "seconds", "rollout_seconds", "best", "owed")  # of a `Trainer`
 
 
 def checkpoints(out: Path) -> list[Path]:
@@ -92,14 +113,7 @@ def meaning(drafter: Drafter) -> str:
 def state_of(run: "Trainer") -> dict:
     """Tensors and plain values, all of them full and none of them shards; every process must call it."""
     return {
-        "step": run.step,
-        "batches": run.batches,
-        "tokens": run.tokens,
-        "learnt": run.learnt,
-        "seconds": run.seconds,
-        "rollout_seconds": run.rollout_seconds,
-        "best": run.best,
-        "owed": run.owed,
+        **{name: getattr(run, name) for name in COUNTERS},
         "meaning": run.meaning,
         "data": run.data_signature,
         "together": run.together,
@@ -113,7 +127,7 @@ def state_of(run: "Trainer") -> dict:
 
 def restore(run: "Trainer", state: dict, path: Path) -> None:
     """Continue a run from the state in `path`. Raises ValueError if the state is of another run."""
-    _check_same_run(run, state, path)
+    _check_state(run, state, path)
     weights = state["drafter"]
     with torch.no_grad():
         for name, parameter in run.parameters.items():
@@ -124,16 +138,14 @@ def restore(run: "Trainer", state: dict, path: Path) -> None:
         run.optimizers.load_state_dict(state["optimizers"])
     except ValueError as error:
         raise ValueError(f"{path} was saved with another trainer.muon_lr: {error}") from None
-    run.step, run.batches, run.tokens = state["step"], state["batches"], state["tokens"]
-    run.seconds, run.best = state["seconds"], state["best"]
-    run.owed = state.get("owed", False)  # older checkpoints lack these three
-    run.learnt = state.get("learnt", 0)
-    run.rollout_seconds = state.get("rollout_seconds", 0.0)
+    older = {"owed": False, "learnt": 0, "rollout_seconds": 0.0}  # older checkpoints lack these three
+    for name in COUNTERS:
+        setattr(run, name, (older | state)[name])
     if run.rollouts is not None and state.get("rollouts"):
         run.rollouts.load_state_dict(state["rollouts"])
 
 
-def _check_same_run(run: "Trainer", state: dict, path: Path) -> None:
+def _check_state(run: "Trainer", state: dict, path: Path) -> None:
     weights, vocab, ids = state.get("drafter", {}), state.get("vocab"), run.drafter.vocab.ids
     same_shapes = {k: v.shape for k, v in run.parameters.items()} == {k: v.shape for k, v in weights.items()}
     same_vocab = vocab is None if ids is None else vocab is not None and torch.equal(ids.cpu(), vocab)
@@ -153,3 +165,36 @@ def _check_same_run(run: "Trainer", state: dict, path: Path) -> None:
         )
     if (state["averages"] is None) != (run.averages is None):
         raise ValueError(f"{path} was saved {'with' if state['averages'] else 'without'} trainer.ema: set it so")
+
+
+def check_same_run(config: DictConfig, out: Path) -> list[str]:
+    """Compare settings with those of the run in `out`; a run without config.yaml is not looked at.
+
+    Returns the differing settings, without changing the run, as 'NAME was A and is B'. Raises ValueError, which names
+    them, if one changes the run.
+    """
+    if not (out / "config.yaml").is_file():
+        return []
+    before = dict(_flat(read_yaml(out / "config.yaml", "settings")))
+    now = dict(_flat(cast(dict, OmegaConf.to_container(config, resolve=True))))
+    # Settings of another version that were off, or had the value that is built in now
+    gone = {name for name, value in before.items() if name not in now and (not value or REMOVED.get(name) == value)}
+    names = [name for name in (*before, *(now.keys() - before.keys())) if before.get(name) != now.get(name)]
+    names = [name for name in names if name not in gone]
+    said = {name: f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}" for name in names}
+    changing = [said[name] for name in names if name not in FREE]
+    if changing:
+        raise ValueError(
+            f"{out} holds a run of other settings: {'; '.join(changing)}: give them as they were, or another out="
+        )
+    return [said[name] for name in names if name not in SILENT]
+
+
+def _flat(settings: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{name}.")
+        elif name == "_target_":  # version 0.1 wrote it without the package's name
+            yield f"{path}{name}", own.short(str(value)).removeprefix("specdec.")
+        else:
+            yield f"{path}{name}", value

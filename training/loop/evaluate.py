@@ -1,6 +1,7 @@
 """How good a drafter is: the expected tau on known text, and the tau of decoding, replayed along answers."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +84,16 @@ def _one_by_one(
     return agrees, overlaps
 
 
+@dataclass
 class Decoding:
     """Answers of the target to a run's held-out prompts, decoded once, along which its drafters are recorded."""
 
-    def __init__(self, target, prompts: list[list[int]], about: str, steps: int, max_new_tokens: int):
-        """prompts: token ids. about: where they are from, in words. steps: the length of chains."""
-        self.target, self.prompts, self.about = target, prompts, about
-        self.steps, self.max_new_tokens = steps, max_new_tokens
-        self.answers: dict[float, list[Text]] = {}  # by temperature
+    target: Any
+    prompts: list[list[int]]
+    about: str  # where the prompts are from, in words
+    steps: int  # the length of chains
+    max_new_tokens: int
+    answers: dict[float, list[Text]] = field(default_factory=dict)  # by temperature
 
     def _record(self, drafter: Drafter, steps: int, temperature: float) -> Recording:
         if temperature not in self.answers:
@@ -107,9 +110,7 @@ class Decoding:
     def keep_acceptance(self, folder: Path, write: bool = True) -> None:
         """Measure the acceptance of the drafter in `folder`, and write it there for `specdec generate --tree auto`.
 
-        Args:
-            folder: Folder of the drafter.
-            write: False for a process that only computes its share of the target.
+        write: False for a process that only computes its share of the target.
         """
         drafter = load_drafter(folder, self.target)
         found = tuple(self._record(drafter, DEPTH, t).along(min(WIDTH, drafter.vocab.size)) for t in TEMPERATURES)
@@ -134,15 +135,10 @@ def decoding_of(target, config: TrainerConfig, heldout: Batches | None, train: B
 
 
 def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list[list[int]]:
-    """Return the text before the first training token of each sample, without duplicates.
+    """Return the texts of at most `longest` tokens before the first training tokens of samples, without duplicates.
 
     Texts with which a `known` sample also begins are left out, because the drafter may have been trained on their
     answers. So are plain texts, which are trained on from their first token.
-
-    Args:
-        samples: Samples to take the texts from.
-        known: Samples that the drafter may have been trained on.
-        longest: Most tokens of a text.
     """
 
     def beginning(sample: Sample) -> bytes:

@@ -1,11 +1,13 @@
-"""The log of a run: a line of JSON for each thing measured, its picture, and copies in TensorBoard and wandb."""
+"""The log of a run: a line of JSON for each thing measured, its picture and copies of it, and the bar on the screen."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm
 
 from specdec.cli.files import write_text, write_whole
 from specdec.cli.reading import lines_of, open_text, parse_json, read_model
@@ -20,13 +22,9 @@ class RunLog:
         self.loggers: list[Any] = [LOGGERS[name](out, settings or {}) for name in loggers] if writes else []
 
     def write(self, split: str, when: dict[str, float], scalars: dict[str, float], values: dict[str, Tensor]) -> dict:
-        """Append a row, and return it.
+        """Append a row of the kind `split`, for example 'train', and return it.
 
-        Args:
-            split: Name of the kind of row, for example 'train'.
-            when: `step`, and other measures of progress.
-            scalars: Numbers by name.
-            values: Tensors by name, with one value for each step of the unroll.
+        when: `step`, and other measures of progress. values: by name, with one value for each step of the unroll.
         """
         lists = {key: value.tolist() for key, value in values.items()}
         row = {"split": split} | when | scalars | {key: [round(v, 5) for v in each] for key, each in lists.items()}
@@ -39,10 +37,7 @@ class RunLog:
         return row
 
     def forget_after(self, step: int) -> None:
-        """Drop the rows of steps after a checkpoint's `step`, which will be written again.
-
-        Rows of a rollout or a switch at the step itself are dropped too.
-        """
+        """Drop the rows that will be written again after a checkpoint's `step`, with a rollout or a switch at it."""
         rows = read_log(self.path) if self.path.exists() else []
         rows = [row for row in rows if row["step"] < step + (row["split"] not in ("rollout", "switch"))]
         write_text(self.path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -53,7 +48,7 @@ def read_log(path: Path) -> list[dict]:
 
     Raises ValueError, one sentence, for a line that is no row of a log.
     """
-    from specdec.training.loop.log_row import LogRow  # here: only readers need pydantic
+    from specdec.training.file_models import LogRow  # here: only readers need pydantic
 
     rows = []
     with open_text(path, "log") as file:
@@ -67,17 +62,17 @@ def read_log(path: Path) -> list[dict]:
 
 
 class Wandb:
-    """A run of wandb, from the first row on. WANDB_MODE=offline uploads nothing."""
+    """A run of wandb. WANDB_MODE=offline uploads nothing."""
 
     def __init__(self, out: Path, settings: Mapping):
-        """Prepare a Weights & Biases run, which begins with the first row."""
+        """The run begins with the first row."""
         import wandb
 
         self.begin = lambda: wandb.init(project="specdec", config=settings, dir=str(out))
         self.run: Any = None
 
     def log(self, row: dict[str, float], step: int) -> None:
-        """Send a row to Weights & Biases."""
+        """Send a row."""
         self.run = self.run or self.begin()
         self.run.log(row, step=step)
 
@@ -86,18 +81,18 @@ class TensorBoard:
     """Files of TensorBoard in the folder tensorboard/ of a run. A resumed run replaces the later steps."""
 
     def __init__(self, out: Path, settings: Mapping):
-        """Prepare a TensorBoard writer, which is opened with the first row."""
+        """The writer is opened with the first row."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.begin = lambda step: SummaryWriter(str(out / "tensorboard"), purge_step=step)
         self.writer: Any = None
-        self.settings = settings
+        self.settings = f"```json\n{json.dumps(settings, indent=1, default=str)}\n```"
 
     def log(self, row: dict[str, float], step: int) -> None:
         """Write a row, and with the first one the settings of the run."""
         if self.writer is None:
             self.writer = self.begin(step)
-            self.writer.add_text("settings", f"```json\n{json.dumps(self.settings, indent=1, default=str)}\n```", step)
+            self.writer.add_text("settings", self.settings, step)
         for name, value in row.items():
             self.writer.add_scalar(name, value, step)
         self.writer.flush()
@@ -152,3 +147,37 @@ def _plot(axes, rows: list[dict], split: str, key: str, label: str, at: int | No
     if chosen:
         values = [r[key] if at is None else r[key][at] for r in chosen]
         axes.plot([r["step"] for r in chosen], values, label=label, marker="." if len(chosen) < 30 else None)
+
+
+class Progress(tqdm):
+    """A bar that also measures the speed of the steps, without what is between them."""
+
+    def __init__(self, steps: int, step: int, quiet: bool):
+        """Show the progress of a run of `steps` steps from `step` on, unless `quiet`."""
+        super().__init__(total=steps, initial=step, desc="drafter", mininterval=1.0, disable=quiet)
+        self.tokens, self.seconds = 0, 0.0  # since the speed was logged last
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Count a step."""
+        self.tokens, self.seconds = self.tokens + tokens, self.seconds + seconds
+        self.update()
+
+    @property
+    def speed(self) -> float:
+        """Training tokens per second, padding and prompts counted."""
+        return round(self.tokens / max(self.seconds, 1e-9), 1)
+
+    def take_speed(self) -> float:
+        """Return the speed, and begin to measure it again."""
+        speed, self.tokens, self.seconds = self.speed, 0, 0.0
+        return speed
+
+    def show(self, loss: float, values: dict[str, Tensor]) -> None:
+        """Show the loss, the accuracy at each step of the unroll, and the speed."""
+        accuracy = " ".join(f"{share:.2f}" for share in values["accuracy"].tolist())
+        self.set_postfix_str(f"loss={loss:.3f}, acc={accuracy}, {self.speed:,.0f} tokens/s")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if not self.disable:
+            self.write(text, file=sys.stderr)

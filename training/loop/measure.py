@@ -1,25 +1,122 @@
-"""Seconds and bytes of a training step, measured on this machine, and the memory and disk that are free."""
+"""The bytes of a training step from shapes alone, its seconds and bytes as measured here, and free memory and disk."""
 
+import copy
 import itertools
+import math
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
+from specdec.contracts import Drafter
+from specdec.model.names import resolve
 from specdec.training.features.online import online_features
+from specdec.training.loop.parallel import is_shard
 from specdec.training.loop.trainer import Trainer
+from specdec.training.objectives.losses import LEAST_ROWS, PIECE
 
+SHARES = (2, 4, 8)  # numbers of processes that an estimate covers
 STEPS = 3  # that are timed
+CLEAR = Path("/proc/self/clear_refs")  # 5 restarts the measurement of this process's peak memory
+
+
+def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
+    """Return the bytes of each part of a step on a batch of this shape [B,T].
+
+    With several processes, whether DDP or a shared target, these are the bytes of one process.
+    """
+    target, drafter, config = trainer.target, trainer.drafter, trainer.config
+    learning = [p for p in trainer.parameters.values() if p.requires_grad]
+    moments = sum(
+        p.nbytes * (1 if isinstance(optimizer, torch.optim.Muon) else 2)
+        for optimizer, _ in trainer.optimizers.parts
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+    states = (len(drafter.taps) + (target.config.layers not in drafter.taps)) * target.config.hidden
+    return {
+        "target": stored(target),
+        "drafter": sum(p.nbytes for p in trainer.parameters.values()),
+        "gradients": sum(p.nbytes for p in learning),
+        "optimiser": moments,
+        "averages": sum(p.nbytes for p in trainer.parameters.values()) * (2 if config.ema else 0),
+        "features": math.prod(shape) * states * 4,
+        "activations": saved_bytes(drafter, shape, trainer.objective),
+        "pieces of logits": 6 * 4 * max(PIECE, LEAST_ROWS * (drafter.block or 1) * drafter.vocab.size),
+    }
+
+
+def stored(module: Any) -> int:
+    """Bytes of a module's parameters and buffers in this process. Storage that is shared counts once."""
+    held = [x.to_local() if is_shard(x) else x for x in (*module.parameters(), *module.buffers())]
+    tensors = [x for x in held if x.device.type != "meta"]  # what a device_map has put elsewhere
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def shared_target(target) -> dict[int, int]:
+    """Return the bytes of the target's weights in each process that shares it, by a number of processes that fits.
+
+    {} for quantised weights, and for targets for which transformers has no plan.
+    """
+    from transformers import AutoConfig
+
+    from specdec.model.hf_parallel import misfit, shares, sketch
+
+    config = AutoConfig.from_pretrained(resolve(target.name), trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "quantization_config", None):
+        return {}
+    model = sketch(text)
+    if not model.tp_plan:
+        return {}
+    cut, whole = shares(model, target.dtype.itemsize)
+    return {n: cut // n + whole for n in SHARES if misfit(text, model.tp_plan, n) is None}
+
+
+def spread_target(target) -> dict[str, int]:
+    """Return the bytes of the target's weights by device, {} if all are on one. 'elsewhere': host memory or disk."""
+    found: dict[str, int] = {}
+    for parameter in target.parameters():
+        place = "elsewhere" if parameter.device.type == "meta" else str(parameter.device)
+        found[place] = found.get(place, 0) + parameter.nbytes
+    return found if len(found) > 1 else {}
+
+
+def saved_bytes(drafter: Drafter, shape: tuple[int, int], objective) -> int:
+    """Return the bytes that an objective's unroll over a batch [B,T] stores for its backward pass."""
+    tensors = list(itertools.chain(drafter.parameters(), drafter.buffers()))
+    twin = copy.deepcopy(drafter, {id(t): t for t in tensors})  # its tables of positions become ones without contents
+    twin.documents = None
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        alive = [mode.from_tensor(t) for t in tensors]
+        own = {t.untyped_storage()._cdata for t in alive}
+        sizes: Any = drafter.shape
+        feats = torch.zeros(*shape, len(drafter.taps) * (drafter.tap_width or sizes.hidden))
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            readouts = objective.readouts(twin, feats, torch.zeros(shape, dtype=torch.int64))
+        total = sum(size for storage, size in storages.items() if storage not in own)
+        return total + sum(readout.untyped_storage().nbytes() for readout in readouts)  # and their gradients
 
 
 @dataclass
 class Measured:
     """A few real steps in this process."""
 
-    peak: int | None  # bytes; None if the system does not report it
+    peak: int | None  # bytes, on the GPU or of this process; None if the system does not report it
     seconds_a_token: float  # of a training step, padding counted
     features_seconds_a_token: float  # of the target's forward alone
 
@@ -30,49 +127,29 @@ def measure(trainer: Trainer, largest: list[int]) -> Measured:
     The trainer cannot be used afterwards: its weights have changed.
     """
     data, device = trainer.data, trainer.target.device
-    clock = Clock(device)
-    clock.reset_peak()
-    trainer._step([data.collate(largest)])
-    peak = clock.peak()
-    batches = list(itertools.islice(data.iterate(), STEPS))
-    tokens = sum(batch.tokens.numel() for batch in batches)
-    seconds = sum(clock.seconds(lambda batch=batch: trainer._step([batch])) for batch in batches)
-    taps, autocast = trainer.drafter.taps, trainer.config.autocasting(device)
-    features = sum(
-        clock.seconds(lambda batch=batch: online_features(trainer.target, batch, taps, autocast)) for batch in batches
-    )
-    return Measured(peak, seconds / tokens, features / tokens)
+    cuda = device.type == "cuda"
 
-
-class Clock:
-    """Seconds, and peaks of memory: the GPU's, or this process's."""
-
-    CLEAR = Path("/proc/self/clear_refs")
-
-    def __init__(self, device: torch.device):
-        """Measure the GPU if `device` is one, or else this process."""
-        self.cuda = device.type == "cuda"
-
-    def seconds(self, work) -> float:
-        """Return the seconds that `work()` takes, including its work on the GPU."""
+    def seconds(work: Callable[[], object]) -> float:
         start = time.perf_counter()
         work()
-        if self.cuda:
+        if cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
-    def reset_peak(self) -> None:
-        """Restart the measurement of peak memory, if the system allows it."""
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        elif self.CLEAR.exists() and os.access(self.CLEAR, os.W_OK):
-            self.CLEAR.write_text("5")
-
-    def peak(self) -> int | None:
-        """Return the peak memory in bytes, or None if the system does not report it."""
-        if self.cuda:
-            return torch.cuda.max_memory_allocated()
-        return process_memory("VmHWM")
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    elif os.access(CLEAR, os.W_OK):
+        CLEAR.write_text("5")
+    trainer._step([data.collate(largest)])
+    peak = torch.cuda.max_memory_allocated() if cuda else process_memory("VmHWM")
+    batches = list(itertools.islice(data.iterate(), STEPS))
+    tokens = sum(batch.tokens.numel() for batch in batches)
+    spent = sum(seconds(lambda batch=batch: trainer._step([batch])) for batch in batches)
+    taps, autocast = trainer.drafter.taps, trainer.config.autocasting(device)
+    features = sum(
+        seconds(lambda batch=batch: online_features(trainer.target, batch, taps, autocast)) for batch in batches
+    )
+    return Measured(peak, spent / tokens, features / tokens)
 
 
 def process_memory(what: str) -> int | None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from specdec.training.loop.weights import full, sharded_as
+from specdec.training.loop.parallel import full, sharded_as
 
 
 class Muon(torch.optim.Muon):
@@ -55,10 +55,7 @@ def orthogonal(x: Tensor, coefficients: tuple[float, float, float], steps: int, 
 
 
 class Optimizers:
-    """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest, stepped as one.
-
-    lr is AdamW's and muon_lr Muon's.
-    """
+    """AdamW for everything, or Muon for the matrices of the layers and AdamW for the rest, stepped as one."""
 
     def __init__(
         self,
@@ -70,15 +67,9 @@ class Optimizers:
         muon_lr: float | None = None,
         not_muon: tuple[str, ...] = ("head", "embed"),
     ):
-        """Divide the parameters between AdamW and, if `muon_lr` is given, Muon.
+        """Divide the parameters between AdamW, with `lr` and `betas`, and Muon, with `muon_lr` if that is given.
 
-        Args:
-            parameters: Pairs of name and parameter.
-            lr: Learning rate of AdamW.
-            betas: Betas of AdamW.
-            weight_decay: Weight decay.
-            muon_lr: Learning rate of Muon; None for no Muon.
-            not_muon: Words in the names of matrices that are tables of tokens, for which Muon is not suitable.
+        not_muon: words in the names of matrices that are tables of tokens, for which Muon is not suitable.
         """
         named = [(n, p) for n, p in parameters if p.requires_grad]
         muon = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in not_muon)]
@@ -91,10 +82,9 @@ class Optimizers:
         self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
 
     def step(self, scale: float, clip: float) -> float:
-        """Clip the gradient's norm to `clip`, and step with the learning rates times `scale`.
+        """Clip the gradient's norm to `clip`, and step with the learning rates times `scale`, unless it is not finite.
 
-        Returns:
-            The norm before clipping. If it is not finite, no parameter is changed.
+        Returns the norm before clipping.
         """
         norm = full(torch.nn.utils.clip_grad_norm_(self.parameters, clip)).item()
         if not math.isfinite(norm):

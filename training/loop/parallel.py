@@ -1,4 +1,4 @@
-"""One process or many: their numbers, how they share gradients, sums over all of them.
+"""One process or many: their numbers, how they share gradients, sums over all of them, and full tensors of shards.
 
 Start several with `torchrun --nproc-per-node=N -m specdec train ...`, or, on GPUs, `accelerate launch -m ...`.
 accelerate joins them, wraps the module (DDP), holds gradients back while they accumulate, sums and gathers. Three
@@ -7,16 +7,18 @@ things stay ours or torch's own:
 - FSDP is torch's `fully_shard`. Between CPU processes accelerate makes DDP of it, without a word.
 - Batches and optimisers are not prepared. Which batch a process takes, and the update made of all gradients, must be
   those of one process with as many batches.
-- `training.loop.weights` makes full tensors of shards. accelerate does it for a model's weights only, and moments and
-  averages need it too.
+- `full` gathers shards. accelerate does it for a model's weights only, and moments and averages need it too.
 
 accelerate and torch's FSDP are imported where there are several processes, as that takes a second or more.
 """
 
+import copy
 import os
+import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,52 @@ from specdec.training.objectives.teacher import TeacherLogits
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def is_shard(value: Any) -> bool:
+    """Return whether a process holds only a part of this tensor (DTensor).
+
+    A process that shards has already imported torch's module for it. The others avoid the import, which takes a second.
+    """
+    tensor = sys.modules.get("torch.distributed.tensor")
+    return tensor is not None and isinstance(value, tensor.DTensor)
+
+
+def full(value):
+    """The value with full tensors in place of shards, through dicts and lists; every process must call it."""
+    if is_shard(value):
+        return value.full_tensor()
+    if isinstance(value, dict):
+        return {key: full(item) for key, item in value.items()}
+    return [full(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def sharded_as(value: Tensor, like: Any) -> Tensor:
+    """A full tensor, cut into shards as `like` is, if that is cut."""
+    if not is_shard(like):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.to(like.device), like.device_mesh, like.placements)
+
+
+def shell(drafter: Module) -> Module:
+    """A second drafter of the same kind, with parameters of its own. Buffers, which are the target's, are shared."""
+    return copy.deepcopy(drafter, {id(buffer): buffer for buffer in drafter.buffers()})
+
+
+def fill(shell: nn.Module, weights: Mapping[str, Tensor], here: bool = True) -> None:
+    """Give a shell these weights, as full tensors. It shares their memory where nothing need be gathered or cast.
+
+    here: whether this process wants them; every process must call it, as gathering takes all.
+    """
+    own = dict(shell.named_parameters())
+    for name, weight in weights.items():
+        value = full(weight.detach())
+        if here:
+            own[name].data = value.to(own[name].dtype)
 
 
 class Learner(nn.Module):
@@ -42,21 +90,15 @@ class Learner(nn.Module):
 
 
 class Processes:
-    """A process alone: number `rank` of `world`, and its device. What several do together it does at once."""
+    """A process alone: number `rank` of `world`, and its device. What several do together it does at once.
+
+    A process that is `main` prints and writes. One that `evaluates` computes held-out losses for all.
+    """
 
     def __init__(self, rank: int = 0, world: int = 1, device: str = "cpu"):
-        """Store the number of this process, the number of all processes, and the device."""
+        """Number 0 is the main process."""
         self.rank, self.world, self.device = rank, world, device
-
-    @property
-    def main(self) -> bool:
-        """Whether this process prints and writes."""
-        return self.rank == 0
-
-    @property
-    def evaluates(self) -> bool:
-        """Whether this process computes what one of several does for all, such as held-out losses."""
-        return self.rank == 0
+        self.main = self.evaluates = rank == 0
 
     def wait(self) -> None:
         """Until all processes that evaluate are here."""
@@ -66,12 +108,7 @@ class Processes:
         return module
 
     def accumulating(self, module: nn.Module, last: bool) -> AbstractContextManager:
-        """Return the context for forward and backward of one of several batches of a step.
-
-        Args:
-            module: The module that `wrap` returned.
-            last: Whether this is the step's last batch, with which gradients are shared.
-        """
+        """Return the context for one of several batches of a step; gradients are shared with the `last` one."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -89,6 +126,8 @@ class Processes:
 
 class Together(Processes):
     """One of several processes, by way of accelerate."""
+
+    reduction = "sum"
 
     def __init__(self, accelerator: "Accelerator", device: str):
         """Take the process numbers from accelerate."""
@@ -123,7 +162,7 @@ class Together(Processes):
 
     @override
     def sum(self, values: Tensor) -> Tensor:
-        return self.accelerator.reduce(values, "sum")
+        return self.accelerator.reduce(values, self.reduction)
 
     @override
     def gather(self, own: list) -> list:
@@ -135,19 +174,15 @@ class Together(Processes):
 class Replicas(Together):
     """Represent one of several processes that share one target and train the same drafter on the same batches.
 
-    `rank` and `world` are 0 and 1 for data loading. Gradients are averaged too: the order of a GPU's sums is random,
-    and the drafters would drift apart.
+    Gradients are averaged too: the order of a GPU's sums is random, and the drafters would drift apart.
     """
+
+    reduction = "mean"  # of equal values; whether any process is asked to stop is above 0
 
     def __init__(self, accelerator: "Accelerator", device: str):
         """Set `rank` and `world` to those of a process alone, so that all processes load the same data."""
         super().__init__(accelerator, device)
-        self.rank, self.world = 0, 1
-
-    @property
-    @override
-    def main(self) -> bool:
-        return self.accelerator.is_main_process
+        self.rank, self.world, self.evaluates = 0, 1, True
 
     @override
     def wait(self) -> None:
@@ -160,10 +195,6 @@ class Replicas(Together):
         return super().wrap(module, fsdp)
 
     @override
-    def sum(self, values: Tensor) -> Tensor:
-        return self.accelerator.reduce(values, "mean")  # of equal ones; whether any is asked to stop is above 0
-
-    @override
     def gather(self, own: list) -> list:
         return own
 
@@ -172,10 +203,7 @@ def join_processes(device: str, tp_plan: str | None = None) -> Processes:
     """Join the processes that a launcher started, or return a single process without a launcher.
 
     They communicate over gloo on the CPU, and over nccl on GPUs, with one GPU each. With a `tp_plan` they share one
-    target; otherwise each has its own.
-
-    Raises:
-        ValueError: The launcher asks for a way to train that is configured elsewhere here, or not supported.
+    target; otherwise each has its own. Raises ValueError if the launcher sets what trainer.fsdp sets here.
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return Processes(device=device)
@@ -199,10 +227,7 @@ def join_processes(device: str, tp_plan: str | None = None) -> Processes:
 
 @dataclass
 class Sums:
-    """Sum the values of several batches, weighted by each batch's number of counted positions.
-
-    The sums give the means over all positions.
-    """
+    """Sums of the values of several batches, each weighted by its number of counted positions, for means over all."""
 
     total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, then the metrics, flat
     shapes: dict[str, torch.Size] = field(default_factory=dict)
@@ -216,11 +241,10 @@ class Sums:
         self.total = flat if self.total is None else self.total + flat
 
     def means(self, processes: Processes) -> tuple[float, float, bool, tuple[int, int], dict[str, Tensor]]:
-        """Return the means over all processes, each of which must call this.
+        """Return means over all processes, each of which must call this.
 
-        Returns:
-            The number of counted positions, the mean loss, whether any process was asked to stop, the numbers of padded
-                and of training tokens, and the mean metrics.
+        These are the number of counted positions, the mean loss, whether any process was asked to stop, the numbers of
+        padded and of training tokens, and the mean metrics.
         """
         if self.total is None:
             raise ValueError("there is nothing to take the mean of")

@@ -72,7 +72,7 @@ class TrainerConfig:
 
     @property
     def length(self) -> int:
-        """`steps`, once `over` has set it. Raises ValueError before that."""
+        """`steps`, once `over` has set it."""
         if self.steps is None:
             raise ValueError("the number of steps is not known before the data is")
         return self.steps
@@ -83,10 +83,7 @@ class TrainerConfig:
         return self.logger.split(",") if isinstance(self.logger, str) else [str(name) for name in self.logger or ()]
 
     def over(self, batches: float) -> "TrainerConfig":
-        """The same with `steps`, for data of so many batches an epoch in each process.
-
-        What sets neither steps nor epochs takes `EPOCHS`.
-        """
+        """The same with `steps`, for data of so many batches an epoch in each process."""
         if self.steps is not None:
             return self
         steps = math.ceil((self.epochs or EPOCHS) * batches / self.accumulate)

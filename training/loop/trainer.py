@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,12 +22,10 @@ from specdec.training.data.rollouts import Rollouts
 from specdec.training.features.online import Features, online_features
 from specdec.training.loop.checkpoint import meaning, read_newest, restore, save_state, state_of, write_checkpoint
 from specdec.training.loop.evaluate import Decoding, decoding_of, expected_tau
-from specdec.training.loop.log import RunLog, draw_curves
+from specdec.training.loop.log import Progress, RunLog, draw_curves
 from specdec.training.loop.optim import Optimizers, schedule
-from specdec.training.loop.parallel import Learner, Processes, Sums
-from specdec.training.loop.progress import Progress, switches
+from specdec.training.loop.parallel import Learner, Processes, Sums, fill, shell
 from specdec.training.loop.settings import OnPolicy, TrainerConfig
-from specdec.training.loop.weights import fill, shell
 
 
 class Trainer:
@@ -37,8 +34,7 @@ class Trainer:
     The folder has checkpoints/ to resume from, draft/ and best/ in the published layout, log.jsonl and curves.png. A
     step takes `accumulate` batches in each of `processes`. Its gradient is that of the mean loss over all positions
     that count in these batches. Random draws for a batch depend only on the seed and its number, so resuming and the
-    number of processes do not change them. `run_config` goes to the loggers. `features` is `online_features`, or a
-    function that returns the same from another source.
+    number of processes do not change them.
     """
 
     def __init__(
@@ -56,10 +52,13 @@ class Trainer:
         features: Callable[..., Features] = online_features,
         data_signature: str | None = None,
     ):
-        """Set up the run. A checkpoint of other data than `data_signature` is refused, unless that is None."""
+        """Set up the run.
+
+        run_config: for the loggers. features: returns what `online_features` does. data_signature: a checkpoint of
+        other data is refused, unless it is None.
+        """
         self.data, self.features = train, features
         self.target, self.drafter, self.objective = target, drafter, objective
-        self.train_data: Batches | Rollouts = train
         self.heldout, self.config, self.out = heldout, config, out
         self.processes = processes or Processes()
         if config.recompute:
@@ -69,13 +68,12 @@ class Trainer:
         self.meaning = meaning(drafter)
         alone = self.processes.world == 1 or not config.fsdp
         self.published = drafter if alone and config.ema is None else shell(drafter)  # evaluated and exported
-        self.rollouts: Rollouts | None = None
         self.together = config.accumulate * self.processes.world  # batches of a step
         self.data_signature = data_signature
+        self.rollouts: Rollouts | None = None
         if on_policy is not None and on_policy.share > 0:
             how = config.seed, self.processes, self.together
             self.rollouts = Rollouts(target, shell(drafter), train, on_policy, *how)
-            self.train_data = self.rollouts
         self.learner = self.processes.wrap(Learner(drafter, objective), config.fsdp)
         self.parameters = dict(drafter.named_parameters())
         self.averages = {name: p.detach().clone() for name, p in self.parameters.items()} if config.ema else None
@@ -91,18 +89,11 @@ class Trainer:
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
         self.owed = False  # a signal stopped the run before what was due after its last step
         self.signals = StopSignals()
+        self.main = self.processes.main
         self.log = RunLog(out, self.main, config.loggers, run_config)
 
-    @property
-    def main(self) -> bool:
-        """Whether this process prints and writes."""
-        return self.processes.main
-
     def train(self) -> dict:
-        """Run to the last step, or until a signal asks to stop, and save. Returns the last metrics.
-
-        Raises ValueError if the disk does not take what is written, or if loss or gradient are not finite.
-        """
+        """Run to the last step, or until a signal asks to stop, and save. Returns the last metrics."""
         try:
             with self.signals:
                 return self._run()
@@ -122,7 +113,7 @@ class Trainer:
             while self.step < config.length and not asked:
                 if self.rollouts is not None and self.rollouts.due(self.step):
                     self._roll_out(self.rollouts)
-                if switches(self.objective, self.step, config.length):
+                if self._switches():
                     self._log("switch", {})
                     bar.say(f"step {self.step}: the objective switches from objective.terms to objective.then")
                 before, tokens, start = self.batches, self.tokens, time.monotonic()
@@ -150,6 +141,11 @@ class Trainer:
             print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
         return metrics
 
+    def _switches(self) -> bool:
+        """Whether the next step is the first with the second part of the objective."""
+        part_at = getattr(self.objective, "part_at", lambda progress: 0)
+        return self.step > 0 and len({part_at(step / self.config.length) for step in (self.step - 1, self.step)}) > 1
+
     def _look(self) -> dict:
         """Evaluate and decode, if that is due after this step."""
         metrics = self._evaluate() if self._due(self.config.save_every) else {}
@@ -163,7 +159,7 @@ class Trainer:
 
     def _groups(self) -> Iterator[list[Batch]]:
         """This process's batches of each step: every `world`-th of the step's `accumulate * world` batches."""
-        batches = self.train_data.iterate(skip=self.batches)
+        batches = (self.rollouts or self.data).iterate(skip=self.batches)
         own = itertools.islice(batches, self.processes.rank, None, self.processes.world)
         while True:
             yield list(itertools.islice(own, self.config.accumulate))
@@ -186,7 +182,7 @@ class Trainer:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 parameter.grad.div_(max(counted, 1))
-        warmup = int(config.warmup * config.length) if config.warmup < 1 else int(config.warmup)
+        warmup = int(config.warmup * (config.length if config.warmup < 1 else 1))
         scale = schedule(self.step, config.length, warmup, config.schedule)
         norm = self.optimizers.step(scale, config.clip)
         if not math.isfinite(norm):
@@ -239,15 +235,14 @@ class Trainer:
         self._publish()
         if self.heldout is None or self.config.eval_batches < 1 or not self.processes.evaluates:
             return {}
-        learner, sums = Learner(self.published, self.objective), Sums()
-        tau: Any = 0
+        learner, sums, tau = Learner(self.published, self.objective), Sums(), torch.zeros(3, dtype=torch.float64)
         depth = self.drafter.deepest(self.config.decode_steps)
         for indices in self.heldout.epoch(0)[: self.config.eval_batches]:
             batch = self.heldout.collate(indices)
             features = self._features(self.published, batch)
             with self._autocast():
                 loss, metrics = learner(**features)
-                tau = tau + expected_tau(self.published, **features, steps=depth)
+                tau += expected_tau(self.published, **features, steps=depth).cpu()
             weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
             sums.add(weight, loss, batch.loss_mask, False, metrics)
         _, mean_loss, _, _, mean = sums.means(Processes())

@@ -9,14 +9,7 @@ from torch import Tensor
 
 from specdec.contracts import Drafter, DraftState
 from specdec.training.objectives.losses import head_loss, pieces
-from specdec.training.objectives.teacher import (
-    Student,
-    Teacher,
-    TeacherLogits,
-    TopTeacher,
-    read_choice,
-    read_teacher,
-)
+from specdec.training.objectives.teacher import Student, Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
 from specdec.training.objectives.terms import Term, Value, Weight, read_terms
 
 

@@ -8,39 +8,34 @@ from collections.abc import Iterator, Mapping
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
-from specdec.contracts import Drafter
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.unroll_block import Blocks
 from specdec.training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, slots
 from specdec.training.objectives.base import Objective, TermsJudge, documents_of, one_of
 from specdec.training.objectives.divergences import tv
-from specdec.training.objectives.losses import head_loss
-from specdec.training.objectives.selector import CHOOSES, MISSING, Candidates
-from specdec.training.objectives.teacher import Student, Teacher, TeacherLogits, TopTeacher
+from specdec.training.objectives.losses import head_loss, pieces
+from specdec.training.objectives.teacher import Student, Teacher, TopTeacher
 from specdec.training.objectives.terms import Value, Weight
 
 WEIGHTS = ("exp", "uniform", "d_pace")
 DENOMINATORS = ("weights", "slots", "texts")
+CHOOSES = ("text", "target")
+MISSING = ("leave", "replace")
 
 
 class BlockObjective(Objective):
     """Terms at each slot of blocks after sampled anchors: sum w_j term_j / denominator.
 
-    - anchors: at most so many of each text. where, counts: which anchors, which slots (`training.objectives.anchors`).
-    - weights: 'exp', w_j = exp(-j / gamma); 'uniform', w_j = 1; 'd_pace', by what the drafter knows already (`pace`).
-    - denominator: 'weights', the sum of w_j over the slots that count; 'slots', their number; 'texts', the number of
-      texts.
-    - confidence: weight of the confidence head's binary cross-entropy against the share sum min(p, q) of its slot's
-      tokens that rejection sampling accepts. It has no gradient by p and q.
-    - base: share of the loss that is that of the base logits, before a conditional head (Domino). It falls in a line to
-      0 over the share `base_until` of the run.
-    - visible: each block is shown more tokens than its anchor, n of them with a probability in proportion to visible^n,
-      and trains on the rest, where weights start again (VP-Drafter). None: it is shown the anchor.
-    - selector: weight of a selector's cross-entropy over its candidates (DFlash2); the other terms are then those of
-      the base logits. chooses: it learns the text's token, 'text', or the target's best, 'target'. missing: if
-      that is no candidate the slot is left out, 'leave', or it takes the place of the weakest one, 'replace'.
+    conf/objective/block.yaml says what each setting is for; `training.objectives.anchors` has `where` and `counts`.
+
+    - confidence: the loss is the binary cross-entropy of the confidence head against the share sum min(p, q) of its
+      slot's tokens that rejection sampling accepts. It has no gradient by p and q.
+    - base: falls in a line to 0 over the share `base_until` of the run.
+    - visible: weights start again at the first token that is not shown.
+    - selector: the other terms are then those of the base logits.
     """
 
     def __init__(
@@ -93,19 +88,8 @@ class BlockObjective(Objective):
 
     lookahead = 0  # no block leaves its document
 
-    def __call__(
-        self,
-        drafter: Drafter,
-        feats: Tensor,
-        tokens: Tensor,
-        teacher_logits: TeacherLogits,
-        loss_mask: Tensor,
-        weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `Objective`; the metrics have an entry for each slot, and `confidence_losses` if there is such a head.
-
-        Raises ValueError for a drafter that guesses no blocks.
-        """
+    def __call__(self, drafter, feats, tokens, teacher_logits, loss_mask, weights=None):
+        """As `Objective`; the metrics have an entry for each slot, and `confidence_losses` if there is such a head."""
         if not isinstance(drafter, BlockDrafter):
             raise ValueError(f"objective=block is for drafters of blocks, which {type(drafter).__name__} is not")
         chosen = self.slots(drafter, loss_mask, weights)
@@ -128,10 +112,9 @@ class BlockObjective(Objective):
         return loss, metrics
 
     def _heads(self, drafter, blocks: Blocks, slots: Tensor, reads: Tensor, judge: "_Slots", texts: int) -> Iterator:
-        """Yield the losses of the confidence head and the selector, in addition to the terms.
+        """Yield the name of the metric, the loss and the loss by slot of the confidence head and of the selector.
 
-        Each comes with its metric's name and the loss by slot. slots [n,W,H] and reads [n,W,R] are of the blocks that
-        count.
+        slots [n,W,H] and reads [n,W,R] are of the blocks that count.
         """
         counted = judge.weights.sum(0).clamp(min=1e-6)
         if blocks.confidence is not None:
@@ -185,18 +168,56 @@ def pace(losses: Tensor, mask: Tensor, alpha: float) -> Tensor:
     return reached.flip(1).cumsum(1).flip(1) * mask
 
 
+class Candidates:
+    """The candidates of n blocks of W slots, and what the selector is to choose, as a judge meets the logits."""
+
+    def __init__(self, blocks: int, slots: int, count: int, chooses: str, missing: str, device: torch.device):
+        """chooses, missing: as `BlockObjective` takes them."""
+        self.ids = torch.zeros(blocks, slots, count, dtype=torch.int64, device=device)
+        self.place = torch.zeros(blocks, slots, dtype=torch.int64, device=device)  # of the token to choose; -1: nowhere
+        self.chooses, self.missing = chooses, missing
+
+    def meet(self, rows: slice, logits: Tensor, labels: Tensor, choice: Tensor) -> None:
+        """Store the best tokens of blocks `rows` by logits [n*W,1,U], and the place of the token to choose among them.
+
+        labels [n*W]: draft ids of the text's token, -1 for none. choice [n*W]: those of the target's best token.
+        """
+        ids = logits[:, 0].topk(self.ids.shape[2]).indices
+        wanted = (labels if self.chooses == "text" else choice)[:, None]
+        there = ids == wanted
+        if self.missing == "replace":
+            ids[:, -1:] = torch.where(there.any(1, keepdim=True) | (wanted < 0), ids[:, -1:], wanted)
+            there = ids == wanted
+        place = torch.where(there.any(1), there.int().argmax(1), -1)
+        self.ids[rows], self.place[rows] = ids.view(self.ids[rows].shape), place.view(self.place[rows].shape)
+
+    @property
+    def known(self) -> Tensor:
+        """[n,W] 1 where what is to be chosen is a candidate, else 0."""
+        return (self.place >= 0).float()
+
+    def losses(self, base: Tensor, low: Tensor, head: Tensor, selector: Tensor) -> Tensor:
+        """Return the cross-entropy [n,W] over the candidates of slots, 0 where it is not known.
+
+        base [n,W,H] and low [n,W,R] are what the heads of the backbone [U,H] and of the selector [U,R] read. Some
+        blocks are computed at a time, and again for the gradients.
+        """
+
+        def of(rows: slice) -> Tensor:
+            ids, x, y = self.ids[rows], base[rows], low[rows]
+            scores = torch.einsum("nwh,nwkh->nwk", x, head[ids]) + torch.einsum("nwr,nwkr->nwk", y, selector[ids])
+            place = self.place[rows]
+            lost = F.cross_entropy(scores.flatten(0, 1).float(), place.flatten(), reduction="none", ignore_index=-1)
+            return lost.view(place.shape)
+
+        cuts = pieces(len(base), self.ids[0].numel() * head.shape[1])
+        return torch.cat([checkpoint(of, rows, use_reentrant=False, preserve_rng_state=False) for rows in cuts])
+
+
 class _Slots(TermsJudge):
     """The judge with blocks as rows and slots as steps."""
 
-    def __init__(
-        self,
-        objective: BlockObjective,
-        drafter,
-        teacher_logits: TeacherLogits,
-        labels: Tensor,
-        slots: Slots,
-        texts: int,
-    ):
+    def __init__(self, objective: BlockObjective, drafter, teacher_logits, labels: Tensor, slots: Slots, texts: int):
         super().__init__(objective, drafter.vocab, teacher_logits, labels)
         self.weighs = objective
         self.slots, mask, conditional = slots, slots.mask, drafter.conditional

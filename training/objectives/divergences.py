@@ -14,7 +14,7 @@ LEAST = 1e-5  # of alpha: a student far off gets a steep slope, not an infinite 
 @term
 def ce(student: Student, teacher: Teacher) -> Value:
     """-sum p log q."""
-    return teacher.cross_entropy(student), teacher.minus_p[:, None], -teacher.mass[:, None]
+    return teacher.cross_entropy(student), -teacher.p[:, None], -teacher.mass[:, None]
 
 
 @term

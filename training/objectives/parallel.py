@@ -1,4 +1,10 @@
-"""The objective of drafters whose blocks are rows of mask tokens: P-EAGLE and PARD (arXiv 2602.01469, 2504.18583)."""
+"""The objective of drafters whose blocks are rows of mask tokens: P-EAGLE and PARD (arXiv 2602.01469, 2504.18583).
+
+They train on some rows, by conditional drop (COD). A row has an anchor, the position p of the last real token before
+it, and a depth d, the number of mask tokens up to itself. The target predicts its token at column p + d. Depth 0 is the
+real row itself, and all of those are drawn. Of depth d a share `share` ** d is drawn, `least_share` at least, of the
+rows that follow one drawn at depth d - 1. So a chain is always drawn from its beginning.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,16 +14,64 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-from specdec.contracts import Drafter
 from specdec.drafters.parallel import ParallelDrafter
+from specdec.model.attention import document_positions
 from specdec.training.objectives.base import Objective, TermsJudge, documents_of, one_of
-from specdec.training.objectives.cod import POOLS, by_anchor, sample
 from specdec.training.objectives.losses import head_loss, pieces
 from specdec.training.objectives.teacher import Student, Teacher, TeacherLogits, TopTeacher, TopTokens
 from specdec.training.objectives.terms import Value, Weight
 
 COUNTS = ("label", "previous")
+POOLS = ("learnt", "all")
 WEIGHTS = ("uniform", "teacher")
+
+
+def sample(
+    learnt: Tensor, depths: int, share: float, least_share: float, anchors: int | None = None, pool: str = "learnt"
+) -> Tensor:
+    """[B,T,depths] bool, at [b,c,d]: whether the row of depth d that ends at column c is drawn.
+
+    learnt [B,T] bool: columns at which the target's prediction is learnt. pool: 'learnt', chains go through learnt
+    columns, whose number n gives (n - d) share^d rows of depth d (speculators); 'all', through any, T share^d rows
+    (PARD). anchors: chains begin in so many learnt columns at most. While gradients are off, as in evaluation, the draw
+    is the same every time.
+    """
+    generator = None if torch.is_grad_enabled() else torch.Generator(learnt.device).manual_seed(0)
+
+    def some(candidates: Tensor, count: Tensor) -> Tensor:
+        """`count` [B] of the candidates [B,T], or all if there are fewer."""
+        lots = torch.rand(candidates.shape, device=candidates.device, generator=generator)
+        places = lots.masked_fill(~candidates, 2).argsort(1).argsort(1)
+        return candidates & (places < count[:, None])
+
+    through = learnt if pool == "learnt" else torch.ones_like(learnt)
+    now = through if anchors is None else some(through, torch.full_like(learnt[:, 0], anchors, dtype=torch.int64))
+    total, drawn = now.sum(1), [learnt]
+    for depth in range(1, depths):
+        size = total - depth if pool == "learnt" else total
+        now = some(now, (size.clamp(min=0).double() * max(share**depth, least_share)).long())
+        drawn.append(now & learnt)
+        now = F.pad(now[:, :-1], (1, 0), value=False) & through
+    return torch.stack(drawn, 2)
+
+
+def by_anchor(drawn: Tensor, documents: Tensor, earliest: int) -> Tensor:
+    """Return the drawn rows by their anchor, bool [B,T+1,depths], where [b,p+1,d] is the row of anchor p.
+
+    The anchor p of a chain with nothing before it is -1. Rows that leave the anchor's document [B,T] are left out, and
+    so are those of anchors before place `earliest` of their document.
+    """
+    b, t, depths = drawn.shape
+    anchors = torch.arange(-1, t, device=documents.device).clamp(min=0)
+    may = F.pad(document_positions(documents) >= earliest, (1, 0), value=earliest < 0)
+    out = torch.zeros(b, t + 1, depths, dtype=torch.bool, device=drawn.device)
+    for depth in range(min(depths, t + 1)):
+        columns = slice(max(depth - 1, 0), t)
+        begin = 1 if depth == 0 else 0
+        rows = slice(begin, begin + t - columns.start)
+        same = documents[:, anchors[rows]] == documents[:, columns]
+        out[:, rows, depth] = drawn[:, columns, depth] & same & may[:, rows]
+    return out
 
 
 @dataclass
@@ -33,14 +87,10 @@ class Sampled:
 
 
 class ParallelObjective(Objective):
-    """The weighted mean of terms over sampled rows (`specdec.training.objectives.cod`), all depths alike.
+    """The weighted mean of terms over rows that `sample` draws, all depths alike.
 
-    - kept, kept_min, anchors, pool: which rows are drawn.
-    - counts: 'previous', a row counts if the token before its own is a training token, as in speculators and SpecForge;
-      'label', if its own is (PARD).
-    - weights: 'uniform', or 'teacher', the product of the target's probabilities of the tokens that the mask tokens up
-      to the row replace (PARD-2).
-    - drop: the share of texts whose features are 0, so that the drafter learns to do without (PARD-2).
+    conf/objective/parallel.yaml says what each setting is for. weights: 'teacher' is the product of the target's
+    probabilities of the tokens that the mask tokens up to the row replace (PARD-2).
     """
 
     def __init__(
@@ -69,19 +119,8 @@ class ParallelObjective(Objective):
 
     lookahead = 0  # no chain leaves its document
 
-    def __call__(
-        self,
-        drafter: Drafter,
-        feats: Tensor,
-        tokens: Tensor,
-        teacher_logits: TeacherLogits,
-        loss_mask: Tensor,
-        weights: Tensor | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `Objective`; the metrics have an entry for each depth.
-
-        Raises ValueError for a drafter without mask rows.
-        """
+    def __call__(self, drafter, feats, tokens, teacher_logits, loss_mask, weights=None):
+        """As `Objective`; the metrics have an entry for each depth."""
         if not isinstance(drafter, ParallelDrafter):
             raise ValueError(f"objective=parallel is for P-EAGLE and PARD, which {type(drafter).__name__} is not")
         following = F.pad(tokens[:, 1:], (0, 1))
@@ -145,10 +184,9 @@ def sampled(drawn: Tensor) -> Sampled:
 
 
 def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return for 1, 2, ... columns before the n rows three tensors [n].
+    """Return for 1, 2, ... columns before the n rows the row and the column [n] in the texts.
 
-    They are the row and the column in the texts, and whether a mask token of the chain replaces the token that the
-    target predicts there.
+    The third tensor says whether a mask token of the chain replaces the token that the target predicts there.
     """
     at = [rows.column - back for back in range(1, max(rows.lengths))]
     return [(rows.row, x.clamp(min=0), (rows.depth >= back) & (x >= 0)) for back, x in enumerate(at, start=1)]
@@ -183,15 +221,7 @@ def believed(rows: Sampled, known: Tensor) -> Tensor:
 class _Rows(TermsJudge):
     """The judge with sampled rows as rows; it has the metrics by depth."""
 
-    def __init__(
-        self,
-        objective: ParallelObjective,
-        drafter,
-        teacher_logits: TeacherLogits,
-        labels: Tensor,
-        rows: Sampled,
-        weights: Tensor,
-    ):
+    def __init__(self, objective: Objective, drafter, teacher_logits, labels: Tensor, rows: Sampled, weights: Tensor):
         super().__init__(objective, drafter.vocab, teacher_logits, labels)
         self.rows, self.weights = rows, weights
         self.divisor = weights.sum().clamp(min=1e-6)

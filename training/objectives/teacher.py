@@ -20,8 +20,7 @@ from specdec.training.objectives.losses import DeferredLogits, at_least_fp32
 class Student:
     """The distribution q = softmax(logits): what the drafter says at n positions, in J steps of the unroll.
 
-    Each quantity is computed when a term first asks for it, as passes over the vocabulary are
-    most of a training step's time on a CPU.
+    Each quantity is computed when a term first asks for it: on a CPU passes over the vocabulary take most of a step.
     """
 
     def __init__(self, logits: Tensor):
@@ -70,11 +69,6 @@ class Teacher:
     def p(self) -> Tensor:
         """Return the probabilities p [n,U]."""
         return self.logp.exp()
-
-    @cached_property
-    def minus_p(self) -> Tensor:
-        """Return the negative probabilities -p [n,U]."""
-        return -self.p
 
     @cached_property
     def mass(self) -> Tensor:

@@ -21,10 +21,7 @@ BASES = {"drafter": Drafter, "objective": Objective, "verifier": Rule}  # what o
 
 
 def instantiate(settings, group: str = "", **extra):
-    """Call Hydra's `instantiate`, or make a part of a group of conf/ from the user's own code.
-
-    Raises ValueError if the called function raises an error, whatever its type.
-    """
+    """Call Hydra's `instantiate`, or make a part of `group` from the user's own code; all errors are ValueErrors."""
     named = settings.get("_target_")
     if group in BASES and (own.is_own(named) or "." not in named):
         given = OmegaConf.to_container(settings, resolve=True) if isinstance(settings, DictConfig) else dict(settings)

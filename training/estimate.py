@@ -30,10 +30,7 @@ MEASURED = {"interpreter and libraries": "measured"}
 
 
 def plan(trainer: Trainer) -> tuple[list[int], dict]:
-    """Count the batches of the whole run and all its processes, without making them. Tokens include padding.
-
-    Returns the sample indices of the batch with the most tokens, and the counts by their names in the report.
-    """
+    """Return the sample indices of the largest batch, and counts of the whole run. Tokens include padding."""
     data, config = trainer.data, trainer.config
     a_step = config.accumulate * trainer.processes.world
     batches, epoch, sizes = config.length * a_step, len(data.epoch(0)), [0]

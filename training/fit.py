@@ -90,13 +90,16 @@ def train(
         >>> run = train("answers.jsonl", out="runs/mine", from_="demo/eagle3", steps=100)  # doctest: +SKIP
         >>> generate("demo/target", "What is a tree?", run.drafter).tau  # doctest: +SKIP
     """
-    trainer = run_through(_configured(_words(**locals())))
+    trainer = run_through(_configured(**locals()))
     draft = draft_of(trainer)
     return Training(load_drafter(draft, trainer.target), draft, read_log(trainer.log.path), trainer.out)
 
 
-def _words(data: Any, settings: Mapping[str, Any] | None, **given: Any) -> dict[str, Any]:
-    """The settings of the arguments of `train` by their names in conf/, without those that are None."""
+def _configured(data: Any, settings: Mapping[str, Any] | None, **given: Any):
+    """The configuration of `specdec train` with the arguments of `train` that are not None."""
+    import hydra
+    from omegaconf import OmegaConf
+
     kinds = {"steps": int | None, "epochs": float | None, "seed": int | None, "resume": bool, "device": str}
     for name, value in given.items():
         check_value(typed(kinds.get(name, TEXT)), value, name)
@@ -105,15 +108,8 @@ def _words(data: Any, settings: Mapping[str, Any] | None, **given: Any) -> dict[
         raise ValueError(f"settings must map names to values, got {shown(settings)}")
     named = {"from_": "from", "target": "target.path"} | {n: f"trainer.{n}" for n in ("steps", "epochs", "seed")}
     found = {named.get(name, name): value for name, value in given.items() if value is not None}
-    return {"data.path": data} | found | dict(settings or {})
-
-
-def _configured(settings: Mapping[str, Any]):
-    """The configuration of `specdec train` with these settings."""
-    import hydra
-    from omegaconf import OmegaConf
-
-    words = own_parts(from_checkpoint([f"{name}={_word(value)}" for name, value in settings.items()]))
+    found = {"data.path": data} | found | dict(settings or {})
+    words = own_parts(from_checkpoint([f"{name}={_word(value)}" for name, value in found.items()]))
     with settings_errors("train"), hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra.compose("train", words)
         plain: Any = OmegaConf.to_container(config, resolve=True)

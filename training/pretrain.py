@@ -44,10 +44,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, which reproduces any string exactly.
-
-    Each digit is a token, because a model of this size needs that to learn any arithmetic.
-    """
+    """Train a byte-level BPE tokenizer, which reproduces any string. Each digit is a token, as arithmetic needs it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -191,10 +191,7 @@ def _write(
     shard_size: int | None = None,
     only: int | None = None,
 ) -> list[Path]:
-    """Write the rows that `answers` yields from a first number to one past the last, and return the files.
-
-    shard_size: the number of rows in a file; None for one file. only: the number of the only file to write.
-    """
+    """Write the rows that `answers` yields, and return the files. only: the number of the only file to write."""
     count, settings = sum(map(len, batches)), settings | {"prompts_digest": digest(batches)}
     settings |= {"day": day} if day else {}
     tally = Tally()

@@ -2,7 +2,6 @@
 
 import json
 import resource
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,15 +13,11 @@ from helpers import tiny_drafter, tiny_target
 from hydra import compose, initialize_config_dir
 
 from specdec.cli.errors import one_sentence_errors
-from specdec.drafters.formats import load_drafter
-from specdec.engine.engine import Engine
 from specdec.training.data import Batches, Sample
-from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.loop.log import read_log
 from specdec.training.loop.settings import OnPolicy
 from specdec.training.loop.trainer import Trainer, TrainerConfig
 from specdec.training.objectives.eagle3 import Eagle3Objective
-from specdec.trees import Chain
 
 CONF = Path(__file__).parents[2] / "conf"
 CONVERSATIONS = [
@@ -122,34 +117,6 @@ def trainer(
     policy = None if on_policy is None else OnPolicy(**on_policy)
     objective = objective or Eagle3Objective(steps=2)
     return Trainer(target, drafter, objective, data, heldout, TrainerConfig(**how), out, on_policy=policy)
-
-
-def check_resumed(begin: Callable[[Path], Trainer], folder: Path) -> dict:
-    """A run that continues after its fourth step ends as the uninterrupted one, whose report is returned.
-
-    What comes out is loaded again, to the last bit, and decodes the target's text."""
-    whole = begin(folder / "whole")
-    before = [p.detach().clone() for p in whole.parameters.values()]
-    report = whole.train()
-    assert not any(torch.equal(x, y) for x, y in zip(before, whole.parameters.values(), strict=True) if x.ndim == 2)
-    shutil.copytree(folder / "whole", folder / "cut")
-    checkpoints(folder / "cut")[-1].unlink()
-    resumed = begin(folder / "cut")
-    resumed.resume()
-    assert resumed.step == 4
-    assert resumed.train()["heldout_losses"] == report["heldout_losses"]
-    assert_same_weights(whole, resumed)
-    made = whole.drafter
-    assert len(report["accuracy"]) == made.block
-    drafter = load_drafter(folder / "whole" / "draft", whole.target)
-    assert (drafter.block, drafter.taps, drafter.switches) == (made.block, made.taps, made.switches)
-    for name, p in drafter.named_parameters():
-        assert torch.equal(p, whole.parameters[name]), name
-    prompts = [[3, 5, 7], [1, 2]]
-    plain = Engine(whole.target).generate(prompts, max_new_tokens=12)
-    drafted = Engine(whole.target, drafter, Chain(drafter.block)).generate(prompts, max_new_tokens=12)
-    assert [row.tokens for row in drafted.rows] == [row.tokens for row in plain.rows]
-    return report
 
 
 # Rows of 12 tokens: which are training tokens, and of which text they are

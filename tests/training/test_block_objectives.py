@@ -7,9 +7,11 @@ import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import BLOCKS, DRAFTERS, PARALLEL, tiny_block, tiny_parallel, tiny_target
-from short_runs import LEARNT, TEXTS, check_resumed, packed_batch
+from short_runs import LEARNT, TEXTS, assert_goes_on, packed_batch
 
 from specdec.drafters import unroll_block
+from specdec.drafters.formats import load_drafter
+from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.objectives import losses
 from specdec.training.objectives.anchors import draw, draw_visible, slots
 from specdec.training.objectives.block import BlockObjective
@@ -213,9 +215,21 @@ def test_features_are_dropped():
 
 @pytest.mark.parametrize(("kind", "pack"), [("dflash", None), ("dspark", 20), ("peagle", None), ("pard2", 20)])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, kind, pack):
-    """What is drawn depends on the seed and the batch's number only."""
+    """What is drawn depends on the seed and the batch's number only, and what is saved loads again to the last bit."""
     how = {"drafter": partial(tiny_parallel, kind=kind), "objective": ParallelObjective(drop=0.5), "pack": pack}
     if kind in BLOCKS:
         block = partial(tiny_block, layers=1, block_size=4, **BLOCKS[kind])
         how |= {"drafter": block, "objective": BlockObjective(anchors=4)}
-    assert check_resumed(lambda out: short_runs.trainer(out, **how), tmp_path)["heldout_expected_tau"] >= 1
+    begin = partial(short_runs.trainer, **how)
+    run = begin(tmp_path / "cut")
+    made, before = run.drafter, [p.detach().clone() for p in run.parameters.values()]
+    report = run.train()
+    assert not any(torch.equal(x, y) for x, y in zip(before, run.parameters.values(), strict=True) if x.ndim == 2)
+    assert report["heldout_expected_tau"] >= 1
+    assert len(report["accuracy"]) == made.block
+    drafter = load_drafter(tmp_path / "cut" / "draft", run.target)
+    assert (drafter.block, drafter.taps, drafter.switches) == (made.block, made.taps, made.switches)
+    loaded = dict(drafter.named_parameters())
+    assert all(torch.equal(loaded[name], p) for name, p in run.parameters.items())
+    checkpoints(tmp_path / "cut")[-1].unlink()
+    assert_goes_on(begin, tmp_path / "cut", 4)

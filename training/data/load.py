@@ -128,19 +128,13 @@ def _samples(
 def tokenise(
     tokenizer, conversations: Iterable[list[Message]], max_length: int, limit: int | None = None
 ) -> list[Sample]:
-    """Render conversations with the chat template and cut them at max_length tokens.
-
-    A conversation with nothing to learn, or one that the template refuses, is left out.
-    """
+    """Render conversations and cut them at max_length tokens. Those with nothing to learn are left out."""
     samples = (_samples(tokenizer, messages, max_length, "cut", Tally()) for messages in conversations)
     return list(itertools.islice(itertools.chain.from_iterable(samples), limit))
 
 
 def load_samples(config: DictConfig, target: LanguageModel) -> list[Sample]:
-    """The samples that a configuration of conf/data describes, numbered.
-
-    The same settings give the same samples in the same order, so a run over a stream can be resumed too.
-    """
+    """The numbered samples that a configuration of conf/data describes: the same settings give the same samples."""
     if not config.path:
         raise ValueError(
             "no training data: give data.path=FILE (ShareGPT or OpenAI form; .json, .jsonl or .jsonl.xz), the name of "

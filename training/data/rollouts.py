@@ -62,8 +62,10 @@ class Rollouts:
         self.sampling = Sampling(settings.temperature)
         self.first = settings.start * batches_a_step  # the number of the first batch that can be a rollout's
         self.longest = data.pack or data.batch_tokens  # of a sample
-        answers = ((i, start) for i, sample in enumerate(data.samples) for start in _answers(sample.mask))
-        self.answers = [(i, start) for i, start in answers if start < self.longest]
+        masks = (sample.mask for sample in data.samples)
+        begins = (np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]])).tolist() for mask in masks)
+        # The places at which the assistant begins to speak
+        self.answers = [(i, start) for i, starts in enumerate(begins) for start in starts if start < self.longest]
         if not self.answers:
             raise ValueError(f"data.on_policy: no conversation has an answer within {self.longest} tokens")
         self.samples: list[Sample] = []
@@ -75,11 +77,7 @@ class Rollouts:
         return since >= 0 and (since % self.settings.every == 0 or not self.samples)
 
     def renew(self, step: int, weights: Mapping[str, Tensor]) -> dict[str, float]:
-        """Decode with these weights of the drafter, and use the text for batches from now on.
-
-        Returns tau, new_tokens, and rejected, the share of the new tokens that drafts missed. Every process must call
-        it.
-        """
+        """Decode with these weights, use the text from now on, and return figures to log; all processes call it."""
         fill(self.drafter, weights)
         prompts, size = self._prompts(step), self.settings.batch_size
         own = [
@@ -129,10 +127,7 @@ class Rollouts:
         return self.engine.generate(prompts, max_new_tokens=new, sampling=self.sampling, seed=seeds).rows
 
     def _rejected(self, row: Sequence) -> list[int]:
-        """Return the places of a row's tokens with which the target replaced a draft.
-
-        Each ends a round that accepted fewer tokens than the tree has levels, unless the text ended there.
-        """
+        """Return the places of a row's tokens with which the target replaced a draft. The end of the text is none."""
         places, end = [], 1  # the first token is the prefill's
         for accepted, emitted in zip(row.trace.accepted, row.trace.emitted, strict=True):
             end += emitted
@@ -165,8 +160,3 @@ class Rollouts:
     def load_state_dict(self, state: list[list[Tensor]]) -> None:
         """Use the samples of a checkpoint."""
         self._use([Sample(ids.numpy(), mask.numpy(), weights.numpy()) for ids, mask, weights in state])
-
-
-def _answers(mask: np.ndarray) -> list[int]:
-    """The positions at which the assistant begins to speak."""
-    return np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]])).tolist()

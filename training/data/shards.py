@@ -22,10 +22,7 @@ def record_of(out: Path) -> Path:
 
 
 def begun_on(record: Path, today: bool = False) -> str | None:
-    """Return the day (YYYY-MM-DD) in the settings of a run. Without one: None, or today's date if `today`.
-
-    Raises ValueError for a damaged file.
-    """
+    """Return the day (YYYY-MM-DD) in the settings of a run. Without one: None, or today's date if `today`."""
     settings = read_yaml(record, "settings") if record.is_file() else {}
     if not isinstance(settings, dict):
         raise ValueError(f"{record} is damaged: it holds no settings")

@@ -162,10 +162,7 @@ def _dataset(name: str, split: str, subset: str | None, streaming: bool) -> Iter
 
 
 def preset(name: str) -> dict[str, Any]:
-    """Return the arguments of `read_records` for a name on a command line.
-
-    These are the settings of conf/data/NAME.yaml if that file exists, or else the name itself.
-    """
+    """Return the arguments of `read_records` for a name: those of conf/data/NAME.yaml if it exists, or the name."""
     file = files("specdec.conf") / "data" / f"{name}.yaml"
     settings: Any = OmegaConf.load(str(file)) if HUB_NAME.fullmatch(name) and file.is_file() else {}
     if not settings.get("path"):

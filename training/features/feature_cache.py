@@ -50,10 +50,7 @@ class Form:
             raise ValueError(f"keep must be 'all' or at least 1, got {self.keep}")
 
     def tensors(self) -> dict[str, tuple[str, tuple[int, ...], torch.dtype]]:
-        """Return for each tensor of a shard the unit of its rows, the row's shape, and the dtype.
-
-        A tensor has one row for each sample, for each token, or for each position that may be trained on.
-        """
+        """Return for each tensor of a shard the unit of its rows, the row's shape, and the dtype."""
         columns_kept = {
             "lengths": ("sample", (), torch.int32),
             "tokens": ("token", (), torch.int32),
@@ -132,10 +129,7 @@ def describe(
 
 
 def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
-    """Raise ValueError, naming both values, unless `made` has all values of `now`.
-
-    Of the target only the signature is compared, because its folder may have moved.
-    """
+    """Raise ValueError unless `made` has all values of `now`. Of the target, which may move, the signature counts."""
     for what, value in now.items():
         same = made.get(what) == value
         if what == "target" and isinstance(made.get(what), str):
@@ -173,16 +167,13 @@ class FeatureCache:
         self.samples: list[Sample] = []
         self.places: list[tuple[int, int, int]] = []  # of each sample: shard, first token, first stored position
         for number, shard in enumerate(self.shards):
-            self._index(number, shard)
-
-    def _index(self, number: int, shard) -> None:
-        lengths, ids, masks = (shard.get_tensor(name).numpy() for name in ("lengths", "tokens", "mask"))
-        token = position = 0
-        for length in lengths.tolist():
-            here = slice(token, token + length)
-            self.places.append((number, token, position))
-            self.samples.append(Sample(ids[here], masks[here], number=len(self.samples)))
-            token, position = here.stop, position + int(wanted(masks[here]).sum())
+            lengths, ids, masks = (shard.get_tensor(name).numpy() for name in ("lengths", "tokens", "mask"))
+            token = position = 0
+            for length in lengths.tolist():
+                here = slice(token, token + length)
+                self.places.append((number, token, position))
+                self.samples.append(Sample(ids[here], masks[here], number=len(self.samples)))
+                token, position = here.stop, position + int(wanted(masks[here]).sum())
 
     def sizes(self) -> dict[int, float]:
         """Tap -> the root mean square of its states, to the nearest power of two, if the target has run elsewhere."""

@@ -142,7 +142,14 @@ class VllmStates:
                     pass
                 self._wait(part)
         elif missing:
-            raise ValueError(self._lacking(samples, missing))
+            key = _key(missing[0].ids)
+            at = bisect.bisect_left(self.keys, key)
+            near = max((_common(key, other) for other in self.keys[max(at - 1, 0) : at + 1]), default=0)
+            raise ValueError(
+                f"{self.folder} has no states of {len(missing)} of {len(samples)} conversations: of the first one's "
+                f"{len(missing[0].ids)} token ids the nearest file has {near}; give server=URL to let vLLM compute "
+                "them, or the data and the tokenizer that it was asked with"
+            )
         self.samples = samples
         self._check_next({file.path: file for s in samples if (file := self.find(s.ids))}.values())
 
@@ -162,16 +169,6 @@ class VllmStates:
                 "seconds: is it the shared_storage_path of its connector?"
             )
 
-    def _lacking(self, samples: list[Sample], missing: list[Sample]) -> str:
-        key = _key(missing[0].ids)
-        at = bisect.bisect_left(self.keys, key)
-        near = max((_common(key, other) for other in self.keys[max(at - 1, 0) : at + 1]), default=0)
-        return (
-            f"{self.folder} has no states of {len(missing)} of {len(samples)} conversations: of the first one's "
-            f"{len(missing[0].ids)} token ids the nearest file has {near}; give server=URL to let vLLM compute them, "
-            "or the data and the tokenizer that it was asked with"
-        )
-
     @torch.no_grad()
     def _check_next(self, files: Iterable[StateFile]) -> None:
         """Raise ValueError unless the head finds the tokens likely that vLLM chose, where files state them.
@@ -179,22 +176,22 @@ class VllmStates:
         It does not if the files are of another target, or if their last state is not the last layer's.
         """
         labelled = [file for file in files if file.next_token is not None][:32]
-        wrong = [file for file in labelled if file.next_token not in self._likely(file)]
+        wrong = []
+        for file in labelled:
+            last = self._hidden(file, len(file.ids), (self.target.config.layers,))[-1]
+            if (
+                file.next_token
+                not in cast(Target, self.target).logits(last).float().topk(LIKELIEST).indices[0].tolist()
+            ):
+                wrong.append(file)
         if 2 * len(wrong) > len(labelled):
             raise ValueError(
                 f"{wrong[0].path}: by the head of {self.target.name} vLLM's next token is not among the {LIKELIEST} "
                 f"likeliest, so in {len(wrong)} of {len(labelled)} files: these are another target's states"
             )
 
-    def _likely(self, file: StateFile) -> list[int]:
-        last = self._hidden(file, len(file.ids), (self.target.config.layers,))[-1]
-        return cast(Target, self.target).logits(last.to(self.target.device)).float().topk(LIKELIEST).indices[0].tolist()
-
     def sizes(self, taps: tuple[int, ...]) -> dict[int, float]:
-        """Return for each tap the root mean square of its states, to the nearest power of two.
-
-        It is that of `every_token` if the folder has it, or else that of some samples.
-        """
+        """Return the root mean square of the states of each tap, to the nearest power of two."""
         every = self.find(every_token(self.target.vocab).numpy())
         files = [every] if every else [self.file_of(sample.ids) for sample in self.samples[:32]]
         states = torch.cat([self._hidden(file, len(file.ids), taps) for file in files])

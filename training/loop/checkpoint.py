@@ -54,10 +54,7 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:
-    """Write the state after `step`, then delete all checkpoints but the last `keep`. state: tensors and plain values.
-
-    Raises ValueError if the disk does not take it. What was there before stays.
-    """
+    """Write the state after `step`, then delete all but the last `keep`. A full disk leaves what was there before."""
     path = out / FOLDER / f"step-{step:08d}.pt"
     try:
         write_whole(output_folder(path.parent) / path.name, partial(save_state, state))
@@ -77,10 +74,7 @@ def save_state(state: object, path: Path) -> None:
 
 
 def read_newest(out: Path, warn: bool = True) -> tuple[Path, dict]:
-    """Path and state, on the CPU, of the newest checkpoint that is sound.
-
-    A sentence on standard error names each newer one that is damaged. Raises ValueError if none is whole.
-    """
+    """Path and state, on the CPU, of the newest sound checkpoint. A warning names each newer one that is damaged."""
     paths = checkpoints(out)
     if not paths:
         raise ValueError(f"nothing to resume: {out / FOLDER} holds no checkpoint")

@@ -108,10 +108,7 @@ class Decoding:
         return measured_tau(recording.replay(Chain(recording.steps)).rows)
 
     def keep_acceptance(self, folder: Path, write: bool = True) -> None:
-        """Measure the acceptance of the drafter in `folder`, and write it there for `specdec generate --tree auto`.
-
-        write: False for a process that only computes its share of the target.
-        """
+        """Measure the acceptance of the drafter in `folder`, and, if `write`, write it there for --tree auto."""
         drafter = load_drafter(folder, self.target)
         found = tuple(self._record(drafter, DEPTH, t).along(min(WIDTH, drafter.vocab.size)) for t in TEMPERATURES)
         about = f"{len(self.prompts)} {self.about}, {self.max_new_tokens} tokens"

@@ -22,10 +22,7 @@ class RunLog:
         self.loggers: list[Any] = [LOGGERS[name](out, settings or {}) for name in loggers] if writes else []
 
     def write(self, split: str, when: dict[str, float], scalars: dict[str, float], values: dict[str, Tensor]) -> dict:
-        """Append a row of the kind `split`, for example 'train', and return it.
-
-        when: `step`, and other measures of progress. values: by name, with one value for each step of the unroll.
-        """
+        """Append a row of a kind such as 'train', and return it. values: one for each step of the unroll."""
         lists = {key: value.tolist() for key, value in values.items()}
         row = {"split": split} | when | scalars | {key: [round(v, 5) for v in each] for key, each in lists.items()}
         if self.writes:
@@ -44,10 +41,7 @@ class RunLog:
 
 
 def read_log(path: Path) -> list[dict]:
-    """Rows of a log.jsonl; a last line that was cut while it was written is left out.
-
-    Raises ValueError, one sentence, for a line that is no row of a log.
-    """
+    """Rows of a log.jsonl, without a last line that was cut while it was written."""
     from specdec.training.file_models import LogRow  # here: only readers need pydantic
 
     rows = []

@@ -6,7 +6,6 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,7 @@ CLEAR = Path("/proc/self/clear_refs")  # 5 restarts the measurement of this proc
 
 
 def step_bytes(trainer: Trainer, shape: tuple[int, int]) -> dict[str, int]:
-    """Return the bytes of each part of a step on a batch of this shape [B,T].
-
-    With several processes, whether DDP or a shared target, these are the bytes of one process.
-    """
+    """Return the bytes in one process of each part of a step on a batch of this shape [B,T]."""
     target, drafter, config = trainer.target, trainer.drafter, trainer.config
     learning = [p for p in trainer.parameters.values() if p.requires_grad]
     moments = sum(
@@ -129,7 +125,7 @@ def measure(trainer: Trainer, largest: list[int]) -> Measured:
     data, device = trainer.data, trainer.target.device
     cuda = device.type == "cuda"
 
-    def seconds(work: Callable[[], object]) -> float:
+    def seconds(work) -> float:
         start = time.perf_counter()
         work()
         if cuda:

@@ -82,10 +82,7 @@ class Optimizers:
         self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
 
     def step(self, scale: float, clip: float) -> float:
-        """Clip the gradient's norm to `clip`, and step with the learning rates times `scale`, unless it is not finite.
-
-        Returns the norm before clipping.
-        """
+        """Clip the gradient, step at the rates times `scale` if its norm is finite, and return that norm, unclipped."""
         norm = full(torch.nn.utils.clip_grad_norm_(self.parameters, clip)).item()
         if not math.isfinite(norm):
             return norm

@@ -136,6 +136,8 @@ class Together(Processes):
 
     @override
     def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
+        if fsdp and self.world == 1:
+            raise ValueError("trainer.fsdp=true contradicts tp_plan: every process trains the same drafter")
         if fsdp:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
@@ -168,7 +170,7 @@ class Together(Processes):
     def gather(self, own: list) -> list:
         from accelerate.utils import gather_object
 
-        return gather_object(own)
+        return own if self.world == 1 else gather_object(own)
 
 
 class Replicas(Together):
@@ -187,16 +189,6 @@ class Replicas(Together):
     @override
     def wait(self) -> None:
         self.accelerator.wait_for_everyone()
-
-    @override
-    def wrap(self, module: nn.Module, fsdp: bool) -> nn.Module:
-        if fsdp:
-            raise ValueError("trainer.fsdp=true contradicts tp_plan: every process trains the same drafter")
-        return super().wrap(module, fsdp)
-
-    @override
-    def gather(self, own: list) -> list:
-        return own
 
 
 def join_processes(device: str, tp_plan: str | None = None) -> Processes:
@@ -232,13 +224,15 @@ class Sums:
     total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, then the metrics, flat
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
-    def add(self, weight: Tensor, loss: Tensor, mask: Tensor, stop: bool, metrics: dict[str, Tensor]) -> None:
-        """Add the loss [] and metrics of a batch, weighted by its number of counted positions `weight` []."""
+    def add(self, mask: Tensor, loss: Tensor, metrics: dict[str, Tensor], stop: bool = False) -> Tensor:
+        """Add the loss [] and metrics of a batch, weighted by its number of counted positions [], which is returned."""
+        weight = metrics.pop("counted", mask.sum()).to(loss)
         self.shapes = {name: value.shape for name, value in metrics.items()}
         counts = weight.new_tensor([stop, mask.numel(), mask.count_nonzero()])
         head = torch.cat([torch.stack([weight, loss.detach() * weight]), counts])
         flat = torch.cat([head, *(value.detach().flatten() * weight for value in metrics.values())]).double()
         self.total = flat if self.total is None else self.total + flat
+        return weight
 
     def means(self, processes: Processes) -> tuple[float, float, bool, tuple[int, int], dict[str, Tensor]]:
         """Return means over all processes, each of which must call this.

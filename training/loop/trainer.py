@@ -169,13 +169,13 @@ class Trainer:
         config, world, sums, losses = self.config, self.processes.world, Sums(), []
         self.objective.progress = self.step / config.length
         for i, batch in enumerate(group):
-            torch.manual_seed(_seed(config.seed, self.batches + i * world + self.processes.rank))
+            number = self.batches + i * world + self.processes.rank
+            torch.manual_seed(int(np.random.SeedSequence([config.seed, number]).generate_state(1)[0]))
             with self.processes.accumulating(self.learner, last=i == len(group) - 1):
                 loss, metrics = self._loss(batch)
-                weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
+                weight = sums.add(batch.loss_mask, loss, metrics, self.signals.asked)
                 self.processes.backward(loss * weight * world)  # DDP and FSDP divide by `world`
             losses.append(loss.detach())
-            sums.add(weight, loss, batch.loss_mask, self.signals.asked, metrics)
         counted, mean, asked, (tokens, learnt), metrics = sums.means(self.processes)
         if not math.isfinite(mean):
             self._give_up(f"the loss is {mean}", group, losses)
@@ -243,8 +243,7 @@ class Trainer:
             with self._autocast():
                 loss, metrics = learner(**features)
                 tau += expected_tau(self.published, **features, steps=depth).cpu()
-            weight = metrics.pop("counted", batch.loss_mask.sum()).to(loss)
-            sums.add(weight, loss, batch.loss_mask, False, metrics)
+            sums.add(batch.loss_mask, loss, metrics)
         _, mean_loss, _, _, mean = sums.means(Processes())
         greedy, sampled = (tau[:2] / tau[2].clamp(min=1)).tolist()
         scalars = {"loss": mean_loss, "expected_tau": greedy, "expected_tau_sampled": sampled}
@@ -288,7 +287,3 @@ class Trainer:
         restore(self, state, path)
         if self.main:
             self.log.forget_after(self.step)
-
-
-def _seed(seed: int, batch: int) -> int:
-    return int(np.random.SeedSequence([seed, batch]).generate_state(1)[0])

@@ -178,10 +178,7 @@ class Candidates:
         self.chooses, self.missing = chooses, missing
 
     def meet(self, rows: slice, logits: Tensor, labels: Tensor, choice: Tensor) -> None:
-        """Store the best tokens of blocks `rows` by logits [n*W,1,U], and the place of the token to choose among them.
-
-        labels [n*W]: draft ids of the text's token, -1 for none. choice [n*W]: those of the target's best token.
-        """
+        """Store the best tokens of blocks by logits [n*W,1,U]. labels, choice [n*W]: draft ids, -1 for none."""
         ids = logits[:, 0].topk(self.ids.shape[2]).indices
         wanted = (labels if self.chooses == "text" else choice)[:, None]
         there = ids == wanted

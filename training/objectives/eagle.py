@@ -38,10 +38,7 @@ class EagleObjective(Objective):
         self.feature = feature
 
     def __call__(self, drafter: Drafter, *inputs: Any, **named: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `Objective`; the metrics also have feature_losses [steps].
-
-        Raises ValueError for a drafter that does not predict features.
-        """
+        """As `Objective`; the metrics also have feature_losses [steps]."""
         if not isinstance(drafter, Eagle):
             raise ValueError(
                 f"objective=eagle compares a drafter's state with the target's next feature, which "

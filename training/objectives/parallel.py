@@ -193,10 +193,7 @@ def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def teacher_logprobs(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
-    """[B,T] the target's log-probability of the token after each column that `before` looks at, elsewhere 0.
-
-    following [B,T]: these tokens.
-    """
+    """[B,T] log-probability of the `following` token [B,T] after each column that `before` looks at, elsewhere 0."""
     if isinstance(teacher_logits, TopTokens):
         raise ValueError("objective.weights=teacher needs all of the target's logits: make a cache with keep=null")
     known = torch.zeros(following.shape, device=following.device)

@@ -51,10 +51,7 @@ def _each(teacher: object, change: Callable[[Tensor], Tensor]) -> list[Any]:
 
 @dataclass
 class Teacher:
-    """p over the draft vocabulary, the target's choice, and the token that follows in the text.
-
-    What only some terms need is computed when one of them first asks, once for all steps.
-    """
+    """p over the draft vocabulary, the target's choice, and the token that follows in the text."""
 
     logp: Tensor  # [n,U] log p
     log_share: Tensor | None  # [n,1] log of the draft vocabulary's part of the target's mass; None: p not renormalised

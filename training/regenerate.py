@@ -17,8 +17,9 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,103 +109,68 @@ def regenerate(
     sampling: Sampling,
     seed: int,
     day: str | None = None,
-    **files: int | None,
-) -> list[Path]:
-    """Answer the prompts in batches, and write the answers into `out` (see `Shards`). Returns the files.
-
-    Prompt number i has the seed (seed, i), and a batch that was cut off is answered again. So an answer depends on no
-    other prompt, and not on where a run was interrupted. The order of the answers does depend on batch_size, which must
-    be the same to continue, as all settings must; and floating-point sums depend on it and on the machine, by rounding.
-
-    files: see `_write`. Raises ValueError without prompts, and if `out` was begun with other settings.
-    """
-    batches, engine = plan(prompts, batch_size, seed), Engine(target)
-    settings = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": max_new_tokens}
-    settings["matmul_precision"] = matmul_precision(target.device)
-    settings |= asdict(sampling) | {"batch_size": batch_size, "seed": seed}
-
-    def rows_of(batch: list[Prompt]) -> list[dict]:
-        talks = Dialogues(target, batch, day)
-        while talks.going:
-            seeds = [(seed, batch[i].number + talks.turn * len(prompts)) for i in talks.going]
-            ids = [talks.ids[i] for i in talks.going]
-            result = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seeds)
-            texts = [target.tokenizer.decode(row.tokens, skip_special_tokens=True) for row in result.rows]
-            reasons = ["length" if row.finish == "length" else "stop" for row in result.rows]
-            talks.add([Answer(t, r.tokens, why) for t, r, why in zip(texts, result.rows, reasons, strict=True)])
-        return list(talks.rows())
-
-    def answers(done: int, last: int) -> Iterator[list[dict]]:
-        for start, batch in zip(itertools.accumulate(map(len, batches), initial=0), batches, strict=False):
-            if start + len(batch) > done and start < last:
-                yield rows_of(batch)[max(done - start, 0) : last - start]
-
-    return _write(out, batches, settings, answers, day, **files)
-
-
-def regenerate_remotely(
-    server: Remote,
-    target: LanguageModel,
-    prompts: list[Prompt],
-    out: Path,
-    *,
-    max_new_tokens: int,
-    requests: int,
-    sampling: Sampling,
-    seed: int,
-    day: str | None = None,
-    **files: int | None,
-) -> list[Path]:
-    """The same by a server, so many `requests` at once. A server of another model or version does not continue a file.
-
-    The seed of prompt i follows from (seed, i): an answer does not depend on where a run was interrupted, if the
-    server's texts do not depend on its other requests.
-    """
-    batches = plan(prompts, 1, seed)
-    settings = {"server_model": server.model, "server_version": server.version, "max_new_tokens": max_new_tokens}
-    settings |= asdict(sampling) | {"seed": seed}
-
-    def answer(prompt: Prompt) -> dict:
-        talks = Dialogues(target, [prompt], day)
-        while talks.going:
-            its = seed_of(seed, prompt.number + talks.turn * len(prompts))
-            said = server.complete(talks.ids[0], max_new_tokens, sampling, its)
-            server.check_ids(said, target.vocab)
-            text = said.text
-            if said.tokens is not None:
-                text = target.tokenizer.decode(said.tokens, skip_special_tokens=True)
-            talks.add([Answer(text, said.tokens, said.finish)])
-        return next(talks.rows())
-
-    def answers(done: int, last: int) -> Iterator[list[dict]]:
-        return ([row] for row in in_order(answer, [prompt for (prompt,) in batches[done:last]], requests))
-
-    return _write(out, batches, settings, answers, day, **files)
-
-
-def _write(
-    out: Path,
-    batches: list[list[Prompt]],
-    settings: dict,
-    answers: Callable[[int, int], Iterator[list[dict]]],
-    day: str | None,
+    server: Remote | None = None,
+    requests: int = 1,
     shard_size: int | None = None,
     only: int | None = None,
 ) -> list[Path]:
-    """Write the rows that `answers` yields, and return the files. only: the number of the only file to write."""
-    count, settings = sum(map(len, batches)), settings | {"prompts_digest": digest(batches)}
-    settings |= {"day": day} if day else {}
+    """Answer the prompts in batches, or one by one by a server with so many `requests` at once. Returns the files.
+
+    Prompt number i has a seed by (seed, i), and a batch that was cut off is answered again. So an answer depends on no
+    other prompt, and not on where a run was interrupted, if those of a server do not. The order of the answers depends
+    on batch_size, and rounding on batch_size and the machine. shard_size, only: see `Shards`.
+    """
+    batches = plan(prompts, batch_size if server is None else 1, seed)
+    engine: Any = Engine(target) if server is None else None
+
+    def turn(ids: list[list[int]], numbers: list[int]) -> list[Answer]:
+        if server is None:
+            seeds = [(seed, number) for number in numbers]
+            found = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seeds).rows
+            said = [("", row.tokens, "length" if row.finish == "length" else "stop") for row in found]
+        else:
+            one = server.complete(ids[0], max_new_tokens, sampling, seed_of(seed, numbers[0]))
+            server.check_ids(one, target.vocab)
+            said = [(one.text, one.tokens, one.finish)]
+        decode = partial(target.tokenizer.decode, skip_special_tokens=True)
+        return [Answer(text if tokens is None else decode(tokens), tokens, why) for text, tokens, why in said]
+
+    def answered(batch: list[Prompt]) -> list[dict]:
+        talks = Dialogues(target, batch, day)
+        while talks.going:
+            numbers = [batch[i].number + talks.turn * len(prompts) for i in talks.going]
+            talks.add(turn([talks.ids[i] for i in talks.going], numbers))
+        return list(talks.rows())
+
+    settings = _settings(target, server, max_new_tokens, sampling, batch_size, seed)
+    settings |= {"prompts_digest": digest(batches)} | ({"day": day} if day else {})
     tally = Tally()
     with (
-        Shards(out, count, shard_size, settings, only) as shards,
+        Shards(out, len(prompts), shard_size, settings, only) as shards,
         tqdm(total=shards.last, initial=shards.done, desc="answers") as bar,
     ):
-        for rows in answers(shards.done, shards.last):
+        begun, starts = shards.done, itertools.accumulate(map(len, batches), initial=0)
+        due = {n: b for n, b in zip(starts, batches, strict=False) if n + len(b) > begun and n < shards.last}
+        answers = map(answered, due.values()) if server is None else in_order(answered, due.values(), requests)
+        for start, rows in zip(due, answers, strict=True):
+            rows = rows[max(begun - start, 0) : shards.last - start]
             shards.write(rows)
             bar.update(len(rows))
             tally.count(CUT, sum(map(cut_off, rows)))
         tally.report()
         return [shards.path(shard) for shard in range(shards.first, shards.end)]
+
+
+def _settings(
+    target: LanguageModel, server: Remote | None, new: int, sampling: Sampling, batch_size: int, seed: int
+) -> dict[str, Any]:
+    """What must be the same to continue a file."""
+    if server is not None:
+        made_by = {"server_model": server.model, "server_version": server.version, "max_new_tokens": new}
+        return made_by | asdict(sampling) | {"seed": seed}
+    made_here = {"target": target.name, "dtype": str(target.dtype), "max_new_tokens": new}
+    made_here["matmul_precision"] = matmul_precision(target.device)
+    return made_here | asdict(sampling) | {"batch_size": batch_size, "seed": seed}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -231,16 +197,13 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
     tally.report()
     prompts *= args.samples
     how: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed, "day": day}
+    how |= {"batch_size": args.batch_size, "server": server, "requests": args.requests}
     number, parts = part or (0, 1)
     how["shard_size"] = args.shard_size or (-(-len(prompts) // parts) or None if part else None)
     count = -(-len(prompts) // how["shard_size"]) if part and prompts else 0
     files: list[Path] = []
     for only in range(number, count, parts) if part else [None]:
-        if server is None:
-            files += regenerate(target, prompts, args.out, batch_size=args.batch_size, only=only, **how)
-        else:
-            how |= {"requests": args.requests, "only": only}
-            files += regenerate_remotely(server, target, prompts, args.out, **how)
+        files += regenerate(target, prompts, args.out, only=only, **how)
     said = f" to {files[-1]}" if len(files) > 1 else ""
     print(
         f"answers of part {number} of {parts} in {files[0]}{said}"

@@ -183,10 +183,9 @@ def test_deferred_logits_give_the_same_step(draft_vocab):
     drafter = tiny_drafter(target, draft_vocab=draft_vocab)
     torch.manual_seed(3)
     batch = Batch(torch.randint(17, (4, 12)), (torch.arange(12) >= 3).float().expand(4, 12))
-    results = []
-    for deferred in (False, True):
-        features = online_features(target, batch, drafter.taps, nullcontext(), deferred)
-        loss, metrics = Eagle3Objective(steps=3)(drafter, **features)
+    features, results = online_features(target, batch, drafter.taps, nullcontext()), []
+    for logits in (features["teacher_logits"], target(batch.tokens, None)[0].detach()):
+        loss, metrics = Eagle3Objective(steps=3)(drafter, **features | {"teacher_logits": logits})
         drafter.zero_grad()
         loss.backward()
         results.append((loss, metrics, [p.grad.clone() for p in drafter.parameters()]))

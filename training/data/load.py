@@ -125,12 +125,10 @@ def _samples(
     return samples
 
 
-def tokenise(
-    tokenizer, conversations: Iterable[list[Message]], max_length: int, limit: int | None = None
-) -> list[Sample]:
+def tokenise(tokenizer, conversations: Iterable[list[Message]], max_length: int) -> list[Sample]:
     """Render conversations and cut them at max_length tokens. Those with nothing to learn are left out."""
     samples = (_samples(tokenizer, messages, max_length, "cut", Tally()) for messages in conversations)
-    return list(itertools.islice(itertools.chain.from_iterable(samples), limit))
+    return list(itertools.chain.from_iterable(samples))
 
 
 def load_samples(config: DictConfig, target: LanguageModel) -> list[Sample]:

@@ -79,11 +79,14 @@ class Rollouts:
     def renew(self, step: int, weights: Mapping[str, Tensor]) -> dict[str, float]:
         """Decode with these weights, use the text from now on, and return figures to log; all processes call it."""
         fill(self.drafter, weights)
-        prompts, size = self._prompts(step), self.settings.batch_size
-        own = [
-            (number, self._decode(prompts[number * size : (number + 1) * size], step, number))
-            for number in range(self.processes.rank, -(-len(prompts) // size), self.processes.world)
-        ]
+        prompts, size, new = self._prompts(step), self.settings.batch_size, self.settings.max_new_tokens
+        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
+        own = []
+        for number in range(self.processes.rank, -(-len(prompts) // size), self.processes.world):
+            places = range(number * size, min((number + 1) * size, len(prompts)))
+            asked, seeds = [prompts[i] for i in places], [(seed, i) for i in places]
+            found = self.engine.generate(asked, max_new_tokens=new, sampling=self.sampling, seed=seeds)
+            own.append((number, found.rows))
         self.drafter.reset(1, 1)  # frees its cache
         rows = [row for _, rows in sorted(self.processes.gather(own), key=lambda item: item[0]) for row in rows]
         self._use([self._sample(row) for row in rows])
@@ -119,12 +122,6 @@ class Rollouts:
             ids = self.data.samples[i].ids[: self.longest]
             prompts.append(ids[: start or rng.integers(1, max(len(ids), 2))].tolist())
         return sorted(prompts, key=len)
-
-    def _decode(self, prompts: list[list[int]], step: int, number: int) -> list[Sequence]:
-        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1)[0])
-        seeds = [(seed, number * self.settings.batch_size + row) for row in range(len(prompts))]
-        new = self.settings.max_new_tokens
-        return self.engine.generate(prompts, max_new_tokens=new, sampling=self.sampling, seed=seeds).rows
 
     def _rejected(self, row: Sequence) -> list[int]:
         """Return the places of a row's tokens with which the target replaced a draft. The end of the text is none."""

@@ -16,20 +16,17 @@ from specdec.training.objectives.teacher import TeacherLogits
 Features = dict[str, Any]  # `teacher_logits` are `TeacherLogits`, the others tensors
 
 
-def online_features(
-    target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager, deferred: bool | None = None
-) -> Features:
+def online_features(target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager) -> Features:
     """Run the frozen target over a batch, and return the keyword arguments of an objective.
 
     These are feats [B,T,F], tokens [B,T], teacher_logits [B,T,V] and loss_mask [B,T], not shifted, and weights [B,T] if
-    the batch has them. deferred: compute logits only where the objective reads them, so that [B,T,V] is never in
-    memory. By default True for our own `Target`, and False for transformers' modules, which need their head to run.
+    the batch has them. Logits of our own `Target` are computed where the objective reads them, so that [B,T,V] is never
+    in memory; transformers' modules need their head to run.
     """
     tokens = batch.tokens.to(target.device)
     documents = None if batch.documents is None else batch.documents.to(target.device)
-    deferred = isinstance(target, Target) if deferred is None else deferred
     with torch.no_grad(), autocast:
-        if deferred:
+        if isinstance(target, Target):
             last, width = target.config.layers, target.config.hidden
             read = taps if last in taps else (*taps, last)
             _, states = target(tokens, None, taps=read, logits=False, documents=documents)

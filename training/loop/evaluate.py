@@ -1,6 +1,5 @@
 """How good a drafter is: the expected tau on known text, and the tau of decoding, replayed along answers."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from specdec.acceptance import FILE, Acceptance
 from specdec.cli.files import write_text
-from specdec.contracts import Drafter, DraftState
+from specdec.contracts import Drafter
 from specdec.drafters.formats import load_drafter
 from specdec.drafters.layers import SumHead
 from specdec.engine.traces import RowTrace, tau, tau_interval
@@ -42,29 +41,12 @@ def expected_tau(
     al., arXiv 2211.17192); where only the most likely tokens of p are known, this is an upper bound. A chain's earlier
     drafts are taken to be the text's own tokens, and the chain ends where the text does.
     """
-    following = F.pad(tokens[:, 1:], (0, 1))
-    counted = F.pad(loss_mask[:, 1:], (0, 1))
-    agrees, overlaps = _one_by_one(drafter, drafter.unroll(feats, following, steps), teacher_logits, loss_mask, steps)
-    greedy = sampled = counted
-    total = counted.sum() * torch.ones(3, dtype=torch.float64, device=tokens.device)
-    for agree, overlap in zip(agrees, overlaps, strict=True):
-        greedy, sampled = greedy * agree, sampled * overlap
-        total += torch.stack([greedy.sum(), sampled.sum(), greedy.new_zeros(())])
-    return total
-
-
-def _one_by_one(
-    drafter: Drafter, states: Iterable[DraftState], teacher_logits: TeacherLogits, loss_mask: Tensor, steps: int
-) -> tuple[Tensor, Tensor]:
-    """Two tensors [steps,B,T]: whether draft j of position t is the target's choice, and how likely it is accepted.
-
-    Draft j of position t is a guess of the target's prediction at t+1+j. Both are 0 where that is no training token, or
-    beyond the text.
-    """
     vocab: Any = drafter.vocab
-    states = list(states)
+    states = list(drafter.unroll(feats, F.pad(tokens[:, 1:], (0, 1)), steps))
     row, column = loss_mask.nonzero(as_tuple=True)
     labels = torch.full_like(loss_mask, -1, dtype=torch.int64)  # not asked for here
+    # [steps,B,T]: whether draft j of position t is the target's choice at t+1+j, and how likely it is accepted; 0 where
+    # that is no training token, or beyond the text
     agrees, overlaps = torch.zeros(2, steps, *loss_mask.shape, device=loss_mask.device)
     for piece in pieces(len(row), vocab.target_size):
         here = row[piece], column[piece]
@@ -81,7 +63,12 @@ def _one_by_one(
             agree = vocab.to_target(student.best[:, 0]) == teacher.choice
             agrees[at] = agree[reached].to(agrees)
             overlaps[at] = torch.minimum(p, student.q[:, 0]).sum(-1)[reached]
-    return agrees, overlaps
+    greedy = sampled = counted = F.pad(loss_mask[:, 1:], (0, 1))
+    total = counted.sum() * torch.ones(3, dtype=torch.float64, device=tokens.device)
+    for one, other in zip(agrees, overlaps, strict=True):
+        greedy, sampled = greedy * one, sampled * other
+        total += torch.stack([greedy.sum(), sampled.sum(), greedy.new_zeros(())])
+    return total
 
 
 @dataclass

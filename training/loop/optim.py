@@ -10,6 +10,8 @@ from typing_extensions import override
 
 from specdec.training.loop.parallel import full, sharded_as
 
+TABLES = ("head", "embed")  # in the names of matrices that are tables of tokens, for which Muon is not suitable
+
 
 class Muon(torch.optim.Muon):
     """torch's own (Jordan et al. 2024), but for its products in bf16: a CPU that has none takes them in fp32.
@@ -65,14 +67,10 @@ class Optimizers:
         betas: tuple[float, float] = (0.9, 0.95),
         weight_decay: float = 0.0,
         muon_lr: float | None = None,
-        not_muon: tuple[str, ...] = ("head", "embed"),
     ):
-        """Divide the parameters between AdamW, with `lr` and `betas`, and Muon, with `muon_lr` if that is given.
-
-        not_muon: words in the names of matrices that are tables of tokens, for which Muon is not suitable.
-        """
+        """Divide the parameters between AdamW, with `lr` and `betas`, and Muon, with `muon_lr` if that is given."""
         named = [(n, p) for n, p in parameters if p.requires_grad]
-        muon = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in not_muon)]
+        muon = [p for n, p in named if muon_lr and p.ndim == 2 and not any(word in n for word in TABLES)]
         chosen = {id(p) for p in muon}
         rest = [p for _, p in named if id(p) not in chosen]
         self.parameters = [p for _, p in named]

@@ -11,8 +11,7 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.recording import Accepted, Recording
 from specdec.structs import DraftTree
-from specdec.trees.base import Tree, shape_in, shape_of
-from specdec.trees.bounds import check_nodes, check_shape
+from specdec.trees.base import Tree, check_nodes, check_shape, shape_in, shape_of
 from specdec.trees.dynamic import Pool, best_first, follow, select
 
 MANY = 1 << 30  # nodes are not counted any further
@@ -91,9 +90,7 @@ class BlockTree(_Paths):
     def best_paths(self, gains: Tensor, tokens: Tensor) -> Pool:
         """Return for each level the paths that can be in the tree, best first.
 
-        Args:
-            gains: Log-probabilities of the children of each level, best first, [B,D,topk].
-            tokens: Target ids of these children, [B,D,topk].
+        gains, tokens [B,D,topk]: log-probabilities and target ids of the children of each level, best first.
         """
         scores, order = gains.new_zeros(len(gains), 1), tokens.new_zeros(len(gains), 1)
         levels = []

@@ -9,8 +9,7 @@ from typing_extensions import override
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.structs import DraftTree
-from specdec.trees.base import shape_in
-from specdec.trees.bounds import check_chains, check_size
+from specdec.trees.base import check_chains, check_size, shape_in
 from specdec.trees.static import FixedTree
 
 

@@ -8,8 +8,7 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.schema import shown
 from specdec.structs import DraftTree
-from specdec.trees.ancestors import ancestors_of
-from specdec.trees.base import WORDS, Tree
+from specdec.trees.base import WORDS, Tree, ancestors_of
 
 
 def checked(text: str, tree: Tree) -> Tree:

@@ -16,9 +16,7 @@ from specdec.contracts import Children, Drafter, DraftState
 from specdec.ops import kernel_for
 from specdec.recording import NOWHERE, Accepted, Recording
 from specdec.structs import DraftTree
-from specdec.trees.ancestors import ancestors_of
-from specdec.trees.base import Tree, shape_in
-from specdec.trees.bounds import check_nodes, check_shape, check_size
+from specdec.trees.base import Tree, ancestors_of, check_nodes, check_shape, check_size, shape_in
 
 WIDEST = 32  # topk that the kernel `tree_level` takes
 MOST, MOST_NODES = 4096, 256  # candidates and nodes that the kernel `tree_select` takes
@@ -100,6 +98,10 @@ class DynamicTree(_Beginning):
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
         return self.select(root, self.expand(drafter, state, children))
 
+    def select(self, root: Tensor, pool: Pool) -> DraftTree:
+        """The tree of the root and the best candidates."""
+        return select(root, pool, self.num_draft_tokens, self.steps)
+
     def expand(self, drafter: Drafter, state: DraftState, children: Children = LIKELIEST) -> Pool:
         """Draft all candidates after the state's position (W = 1)."""
         w, b = self.topk, len(state.hidden)
@@ -124,10 +126,6 @@ class DynamicTree(_Beginning):
                 scores, tokens, parent, places, ancestors = best
                 hidden = state.hidden.gather(1, parent[..., None].expand(-1, -1, state.hidden.shape[-1]))
         return Pool(*(torch.cat(parts, 1) for parts in (pool_tokens, pool_scores, pool_parents)))
-
-    def select(self, root: Tensor, pool: Pool) -> DraftTree:
-        """The tree of the root and the best candidates."""
-        return select(root, pool, self.num_draft_tokens, self.steps)
 
     def replay(self, recording: Recording) -> Accepted:
         """A text runs through a pool along one path at most, and the tree keeps what has a high enough rank."""
@@ -199,18 +197,9 @@ def next_level(
 def best_tree(
     root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int, steps: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Select the root and the N - 1 best candidates.
+    """Select the root [B] and the N - 1 best candidates of a `Pool`, of which none is deeper than `steps`.
 
-    Args:
-        root: Root tokens [B].
-        tokens: Like `scores` and `parents`, a part of a `Pool`, [B,M].
-        scores: Path scores [B,M].
-        parents: Parents [B,M].
-        nodes: The number of nodes N.
-        steps: No candidate is deeper than this.
-
-    Returns:
-        Tokens, parents and depth [B,N], ancestors [B,N,N] and scores [B,N] of the tree.
+    Returns tokens, parents and depth [B,N], ancestors [B,N,N] and scores [B,N] of the tree, where N is `nodes`.
     """
     best_nodes = best_first(scores)[:, : nodes - 1].sort(dim=1).values  # breadth first again
     places = F.pad(best_nodes + 1, (1, 0))  # as parents name them, the root among them: ascending, for searchsorted

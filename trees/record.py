@@ -66,17 +66,9 @@ def record(
     drafts all candidates of `steps` levels for each of them, and for a block whose slots do not depend on each other's
     tokens the best tokens of each slot, as many as the largest of `topks`.
 
-    Args:
-        target: The target that wrote the texts.
-        drafter: A drafter for this target.
-        texts: The target's answers, see `answers_to`.
-        steps: The number of levels to draft.
-        topks: Numbers of children per node for which dynamic trees are to be replayed.
-        sampling: The sampling settings of the texts.
-        children: Which children to draft above temperature 0, 'coupled' or 'likeliest'; coupled ones depend on the
-            seeds
-            of the texts.
-        batch: Number of pieces of text that run at once.
+    texts: the target's answers, see `answers_to`. sampling: that of the texts. children: which ones to draft above
+    temperature 0, 'coupled', which depend on the seeds of the texts, or 'likeliest'. batch: pieces of text that run at
+    once.
 
     Raises:
         ValueError: The settings do not fit the drafter or the texts.

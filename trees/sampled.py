@@ -8,8 +8,7 @@ from operator import mul
 from typing_extensions import override
 
 from specdec.recording import Accepted, Recording
-from specdec.trees.base import Tree
-from specdec.trees.bounds import check_size
+from specdec.trees.base import Tree, check_size
 from specdec.trees.static import FixedTree
 
 

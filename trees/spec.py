@@ -22,8 +22,7 @@ from typing import Any
 from specdec import own, registry
 from specdec.contracts import TreePolicy
 from specdec.schema import check_value, named_arguments, shown, typed
-from specdec.trees.base import WORDS, Tree, shape_of
-from specdec.trees.bounds import check_chains, check_shape
+from specdec.trees.base import WORDS, Tree, check_chains, check_shape, shape_of
 from specdec.trees.chain import Chain
 from specdec.trees.checked import checked
 from specdec.trees.dynamic import DynamicTree

@@ -13,9 +13,7 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState, Vocabulary
 from specdec.recording import Accepted, Recording
 from specdec.structs import DraftTree
-from specdec.trees.ancestors import ancestors_of
-from specdec.trees.base import Tree
-from specdec.trees.bounds import check_size
+from specdec.trees.base import Tree, ancestors_of, check_size
 
 RankPath = tuple[int, ...]
 

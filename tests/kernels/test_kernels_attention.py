@@ -10,7 +10,7 @@ from kernel_cases import close, in_dtypes, on_devices, roundings, sums
 from specdec.ops.attention import attend, packed_mask, tree_mask, window_mask
 from specdec.ops.cuda import tree_attention
 from specdec.ops.cuda.tree_attention import split_count
-from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import ancestors_of
 
 pytestmark = on_devices
 

@@ -11,7 +11,7 @@ from specdec.model.cache import KVCache
 from specdec.model.target import Target
 from specdec.ops import attention, native
 from specdec.ops.attention import DIMS, FEW, packed_mask, tree_attention, tree_mask
-from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import ancestors_of
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
 SLOTS = 80

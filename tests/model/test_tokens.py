@@ -9,7 +9,7 @@ from specdec.ops.commit import reference
 from specdec.ops.likely import top, top_logprobs
 from specdec.sampling.draws import sample
 from specdec.structs import DraftTree, Sampling
-from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import ancestors_of
 from specdec.verify.walk import alive, follow, path_of
 
 pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")

@@ -18,7 +18,7 @@ from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
-from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import ancestors_of
 from specdec.trees.dynamic import select
 
 

@@ -16,7 +16,7 @@ from specdec.sampling.draws import sample
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling, SamplingBatch
-from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import ancestors_of
 from specdec.verify import sample_and_match
 
 

@@ -15,7 +15,7 @@ from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling
 from specdec.trees import SampledTree
-from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import ancestors_of
 from specdec.verify import (
     VERIFIERS,
     BlockVerification,

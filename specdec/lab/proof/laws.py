@@ -27,7 +27,7 @@ from specdec.sampling.draws import draw
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling, Verifier
-from specdec.trees.ancestors import ancestors_of
+from specdec.trees.base import ancestors_of
 
 VOCAB = 6
 BINS = 20  # of places in a distribution

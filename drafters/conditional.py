@@ -28,15 +28,16 @@ class ConditionalHead(nn.Module):
 
     rank: int  # its width, of most R
     head: LinearMap  # [U,R], with a row for each token of the draft vocabulary
+    state = 0  # width of what is carried, without the embedding of the last token
     candidates = 0  # it chooses among so many tokens, the best by the base logits; 0: among all
 
     def settings(self) -> dict[str, int]:
         """What else it is made of, by name."""
         return {}
 
-    @abstractmethod
     def begin(self, anchor: Tensor) -> Tensor:
         """Return the state [B,1,C] after reading the anchor [B,1]."""
+        return self.read(anchor, self.head.weight.new_zeros(*anchor.shape, self.state))
 
     @abstractmethod
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
@@ -46,10 +47,7 @@ class ConditionalHead(nn.Module):
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         """Return the input of `head` [B,W,R] and the next state [B,W,C] of W paths at a slot.
 
-        Args:
-            hidden: Hidden state of the slot, [B,1,H]; in training [B,W,H].
-            carried: States of the paths, [B,W,C].
-            slot: Number of the slot among those that draft.
+        hidden: the slot's hidden state [B,1,H], in training [B,W,H]. slot: its number among those that draft.
         """
 
     def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
@@ -68,8 +66,6 @@ class ConditionalHead(nn.Module):
 class Markov(ConditionalHead):
     """DSpark's bigram bias, low-rank: head(embed[token before]) is added to the logits (arXiv 2607.05147)."""
 
-    state = 0  # width of what is carried in addition to the embedding of the last token
-
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int):
         """Build an embedding of all target tokens and a head to the draft vocabulary, both `rank` wide."""
         super().__init__()
@@ -79,14 +75,9 @@ class Markov(ConditionalHead):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     @override
-    def begin(self, anchor: Tensor) -> Tensor:
-        embedded = self.embed(anchor)
-        return torch.cat([embedded, embedded.new_zeros(*anchor.shape, self.state)], -1) if self.state else embedded
-
-    @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
         embedded = self.embed(tokens)
-        return torch.cat([embedded, carried[..., self.rank :]], -1) if self.state else embedded
+        return torch.cat([embedded, carried[..., -self.state :]], -1) if self.state else embedded
 
     @override
     def narrow(self, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
@@ -150,10 +141,6 @@ class Domino(ConditionalHead):
         return {"state": self.state, "prefix": self.prefix}
 
     @override
-    def begin(self, anchor: Tensor) -> Tensor:
-        return self.read(anchor, self.embedding.new_zeros(*anchor.shape, self.state))
-
-    @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
         new, old = self.token(F.embedding(tokens, self.embedding)), self.past(carried)
         (reset, update, new), (old_reset, old_update, old) = new.chunk(3, -1), old.chunk(3, -1)
@@ -187,10 +174,6 @@ class Selector(ConditionalHead):
     @override
     def settings(self) -> dict[str, int]:
         return {"candidates": self.candidates}
-
-    @override
-    def begin(self, anchor: Tensor) -> Tensor:
-        return self.embed(anchor)
 
     @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:

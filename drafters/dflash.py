@@ -19,12 +19,12 @@ from specdec.contracts import Children, DraftState, Features
 from specdec.drafters.block_layers import BlockForward, BlockLayer, SlotConvolution
 from specdec.drafters.conditional import ConditionalHead, Confidence, head_of
 from specdec.drafters.eagle3 import spread_taps
-from specdec.drafters.layers import CachedDrafter, DraftShape, SharedHead, split_sizes, start
+from specdec.drafters.layers import CachedDrafter, DraftShape, SharedHead, mask_row, split_sizes, start
 from specdec.drafters.unroll_block import Blocks, blocks_behind
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import CacheView
-from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import Linear, LinearMap, ModuleList, RMSNorm, freeze, unfreeze
+from specdec.model.cache import KVCache
+from specdec.model.layers import Linear, LinearMap, ModuleList, RMSNorm, unfreeze
 from specdec.model.rope import RopeTable
 from specdec.model.target import check_taps
 
@@ -38,7 +38,6 @@ class BlockDrafter(CachedDrafter):
     shape: DraftShape
     switches: BlockForward
     block: int
-    embedding: Tensor  # [V,H]
     masks: Tensor  # [1,rows-1] ids
     depths: Tensor  # [rows]
     seen: Tensor  # [rows,rows] bool; None without such layers
@@ -61,7 +60,7 @@ class BlockDrafter(CachedDrafter):
         """embedding, head [V,H]: the target's, shared and frozen; head None: the drafter has its own."""
         super().__init__()
         self.shape, self.taps, self.vocab, self.switches = shape, tuple(taps), vocab, forward
-        self.block = forward.drafts
+        self.block, self.spare, self.depth = forward.drafts, forward.rows, layers
         self.sliding = forward.sliding or (False,) * layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.register_buffer("masks", torch.full((1, forward.rows - 1), forward.mask_token), persistent=False)
@@ -74,11 +73,8 @@ class BlockDrafter(CachedDrafter):
         self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
         self.layers = ModuleList(BlockLayer(shape, forward) for _ in range(layers))
         self.norm = RMSNorm(shape.hidden, shape.eps)
-        self.head: LinearMap
-        if head is None:
-            self.head = Linear(shape.hidden, vocab.size, bias=False)
-        else:
-            self.head = SharedHead(head, vocab.ids)
+        shared = None if head is None else SharedHead(head, vocab.ids)
+        self.head = shared or Linear(shape.hidden, vocab.size, bias=False)
         self.conditional, self.confidence = conditional, confidence
         self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
@@ -107,22 +103,6 @@ class BlockDrafter(CachedDrafter):
         return self.hidden_norm(self.fc(feats.to(self.embedding.dtype)))  # the drafter's dtype may be narrower
 
     # Decoding
-
-    def _slots(self, slots: int) -> int:
-        return slots + self.switches.rows
-
-    @override
-    def reset(self, rows: int, slots: int) -> None:
-        shape, slots = self.shape, self._slots(slots)
-        freeze(self)
-        self.rope.reserve(slots, self.embedding)
-        cache = KVCache(len(self.layers), rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
-        self.cache = cache.clear(0)
-
-    @override
-    def cache_bytes(self, rows: int, slots: int) -> int:
-        shape = self.shape
-        return cache_bytes(len(self.layers), rows, self._slots(slots), shape.kv_heads, shape.head_dim, self.embedding)
 
     @override
     def absorb(
@@ -210,14 +190,7 @@ class BlockDrafter(CachedDrafter):
     # Training
 
     def blocks(self, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Blocks:
-        """Return the blocks after rows `anchors` [B,A] of texts.
-
-        Args:
-            feats: Features of the texts, [B,T,F].
-            tokens: Their tokens, one position later, [B,T].
-            anchors: Rows of the anchors, [B,A].
-            visible: See `blocks_behind`.
-        """
+        """Return the blocks after rows `anchors` [B,A] of texts, see `blocks_behind`."""
         unfreeze(self)
         return blocks_behind(self, feats, tokens, anchors, visible)
 
@@ -281,9 +254,7 @@ def create(
     check_taps(taps, config.layers)
     shape, forward = split_sizes(target, settings)
     embedding, vocab = target.embed.weight, vocab or DraftVocab(target.vocab)
-    mask = len(embedding) - 1 if mask_token is None else mask_token
-    if not 0 <= mask < len(embedding):
-        raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {mask}")
+    mask = mask_row(mask_token, embedding)
     sliding = tuple(index < sliding_layers for index in range(layers)) if sliding_layers else ()
     switches = BlockForward(block_size, mask, sliding=sliding, **forward)
     conditional_head = head_of(conditional, vocab, embedding, rank, head or {})

@@ -15,9 +15,9 @@ from specdec.contracts import Drafter, DraftState, Features
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import ModelConfig
 from specdec.model.attention import Attend, Attention
-from specdec.model.cache import KVCache
-from specdec.model.layers import GatedMLP, LinearMap, RMSNorm, check_heads
-from specdec.model.rope import Rope
+from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.layers import GatedMLP, LinearMap, RMSNorm, check_heads, freeze
+from specdec.model.rope import Rope, RopeTable
 
 
 @dataclass(frozen=True)
@@ -140,6 +140,14 @@ class SumHead:
         return [F.linear(part, head.weight) for head, part in zip(self.heads, parts, strict=True)]
 
 
+def mask_row(token: int | None, embedding: Tensor) -> int:
+    """The mask token, which None leaves to the last row of an embedding. Raises ValueError for one without a row."""
+    row = len(embedding) - 1 if token is None else token
+    if not 0 <= row < len(embedding):
+        raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {row}")
+    return row
+
+
 class CachedDrafter(Drafter):
     """A drafter with a head and a cache. A subclass says how it absorbs committed positions (`absorb`)."""
 
@@ -147,8 +155,24 @@ class CachedDrafter(Drafter):
     vocab: DraftVocab
     shape: DraftShape | ModelConfig
     head: LinearMap
+    embedding: Tensor  # [V,H]
+    rope: RopeTable
+    depth: int  # layers with keys and values
+    spare = 0  # cache slots in addition to those of the text
     capturable = True
     learns = True
+
+    @override
+    def reset(self, rows: int, slots: int) -> None:
+        shape, slots = self.shape, slots + self.spare
+        freeze(self)
+        self.rope.reserve(slots, self.embedding)
+        self.cache = KVCache(self.depth, rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding).clear(0)
+
+    @override
+    def cache_bytes(self, rows: int, slots: int) -> int:
+        shape = self.shape
+        return cache_bytes(self.depth, rows, slots + self.spare, shape.kv_heads, shape.head_dim, self.embedding)
 
     @abstractmethod
     def absorb(

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from specdec.drafters.layers import (
-    DraftShape,
-    SharedHead,
-    shape_like,
-    start,
-)
+from specdec.drafters.layers import DraftShape, SharedHead, shape_like, start
 from specdec.drafters.recurrent import RecurrentDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import Attend, Attention
@@ -113,15 +108,8 @@ class Mtp(RecurrentDrafter):
     ):
         """Build MTP heads over the target's last hidden state.
 
-        Args:
-            shape: Sizes of the layers.
-            tap: The target's number of layers.
-            vocab: The draft vocabulary.
-            embedding: The target's embedding [V,H], shared and frozen.
-            head: The target's head [V,H], shared and frozen.
-            heads: Number of MTP heads.
-            forward: Settings of the forward.
-            mlp: Makes the MLP of a layer where it is not the gated one.
+        tap: the target's number of layers. embedding, head [V,H]: the target's, shared and frozen. mlp: makes the MLP
+        of a layer where it is not the gated one.
         """
         switches = forward or MtpForward()
         super().__init__(shape, (tap,), vocab, embedding, heads, switches.rotary_dim)

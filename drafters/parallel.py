@@ -8,7 +8,6 @@ rows are overwritten by the next forward. No row sees a later one, so a block ma
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,18 +15,9 @@ from torch import Tensor
 
 from specdec.contracts import DraftState, Features
 from specdec.drafters.layers import CachedDrafter
-from specdec.drafters.unroll_block import chains_behind
+from specdec.drafters.unroll_block import Blocks, chains_behind
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
-from specdec.model.layers import LinearMap
-
-
-@dataclass
-class MaskedBlocks:
-    """A blocks of each of B texts, of W slots that draft."""
-
-    readout: Tensor  # [B,A,W,H] what the head reads
-    head: LinearMap
 
 
 class ParallelDrafter(CachedDrafter):
@@ -41,7 +31,7 @@ class ParallelDrafter(CachedDrafter):
         """Let it draft so many tokens. Raises ValueError for fewer than two, which need no mask row."""
         if block < 2:
             raise ValueError(f"block_size must be at least 2, as a block of one token has no mask rows, got {block}")
-        self.block = block
+        self.block = self.spare = block
 
     @abstractmethod
     def real(self, feats: Features, tokens: Tensor) -> Tensor:
@@ -82,15 +72,13 @@ class ParallelDrafter(CachedDrafter):
 
     # Training
 
-    def blocks(
-        self, feats: Tensor, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None = None
-    ) -> MaskedBlocks:
+    def blocks(self, feats: Tensor, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None = None) -> Blocks:
         """The blocks after rows anchors [B,A] of texts: feats [B,T,F], tokens [B,T] one position later.
 
         lengths: how many slots of each of the A columns are wanted, None for all; best in descending order, as pieces
         of columns are computed as far as the longest needs. The other slots are 0, or what they are.
         """
-        return MaskedBlocks(chains_behind(self, feats, tokens, anchors, lengths), self.head)
+        return Blocks(chains_behind(self, feats, tokens, anchors, lengths), self.head)
 
     def unroll(self, feats: Tensor, tokens: Tensor, steps: int, needed: Tensor | None = None) -> Iterator[DraftState]:
         """The block after every row."""

@@ -17,9 +17,8 @@ from typing_extensions import override
 from specdec.contracts import DraftState, Features
 from specdec.drafters.dflash import default_taps
 from specdec.drafters.draft_model import load_model
-from specdec.drafters.layers import SharedHead, shape_like
+from specdec.drafters.layers import SharedHead, mask_row, shape_like
 from specdec.drafters.parallel import ParallelDrafter
-from specdec.drafters.peagle import mask_row
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_config, rope_fields
 from specdec.model.attention import CacheView, NoCache

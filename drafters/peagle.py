@@ -6,13 +6,7 @@ from typing_extensions import override
 
 from specdec.contracts import Features
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward, choose_taps
-from specdec.drafters.layers import (
-    DraftLayer,
-    DraftShape,
-    SharedHead,
-    split_sizes,
-    start,
-)
+from specdec.drafters.layers import DraftLayer, DraftShape, SharedHead, mask_row, split_sizes, start
 from specdec.drafters.parallel import ParallelDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import Attention, CacheView, NoCache
@@ -27,8 +21,6 @@ class PEagle(ParallelDrafter, Eagle3):
     A mask row has the embedding of the mask token, and `mask_hidden` [F] in place of the target's features, before
     `fc`. The embedding is the head's own, and is trained.
     """
-
-    embedding: Tensor
 
     def __init__(
         self,
@@ -52,20 +44,12 @@ class PEagle(ParallelDrafter, Eagle3):
         del self.embedding
         self.embedding = nn.Parameter(embedding.detach().float().clone())  # the target's must stay as it is
         self.set_block(block)
-        self.mask_token, self.layers = mask_token, layers
+        self.mask_token, self.depth = mask_token, layers
         how = self.switches
         attentions = (Attention(shape, shape.hidden, how.qkv_bias, how.qk_norm) for _ in range(1, layers))
         self.upper = ModuleList(DraftLayer(shape, attention) for attention in attentions)
         self.mask_hidden = nn.Parameter(torch.zeros(self.fc.in_features))
         self.tap_width = self.fc.in_features // len(taps)
-
-    @override
-    def reset(self, rows: int, slots: int) -> None:
-        super().reset(rows, slots + self.block)
-
-    @override
-    def cache_bytes(self, rows: int, slots: int) -> int:
-        return super().cache_bytes(rows, slots + self.block)
 
     def reserve(self, positions: int) -> None:
         """Extend the tables of the rotary embedding to `positions`."""
@@ -129,11 +113,3 @@ def create(
     if not train_head:
         drafter.head = SharedHead(target.head.weight, vocab.ids)
     return drafter
-
-
-def mask_row(token: int | None, embedding: Tensor) -> int:
-    """The mask token, which None leaves to the last row of an embedding. Raises ValueError for one without a row."""
-    row = len(embedding) - 1 if token is None else token
-    if not 0 <= row < len(embedding):
-        raise ValueError(f"mask_token must be a row of the target's embedding, 0 to {len(embedding) - 1}, got {row}")
-    return row

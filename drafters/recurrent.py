@@ -22,8 +22,8 @@ from specdec.drafters.layers import CachedDrafter, DraftShape
 from specdec.drafters.unroll import Rows, UnrolledAttention, recomputed
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import Attend, CacheView, document_mask, document_positions
-from specdec.model.cache import KVCache, cache_bytes
-from specdec.model.layers import freeze, unfreeze
+from specdec.model.cache import KVCache
+from specdec.model.layers import unfreeze
 from specdec.model.rope import RopeTable
 
 
@@ -46,7 +46,6 @@ class RecurrentDrafter(CachedDrafter):
     """
 
     shape: DraftShape
-    embedding: Tensor  # [V,H]
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class RecurrentDrafter(CachedDrafter):
     ):
         """Share the target's frozen embedding [V,H]; for `rotary_dim` see `Attention`."""
         super().__init__()
-        self.shape, self.taps, self.vocab, self.layers = shape, tuple(taps), vocab, layers
+        self.shape, self.taps, self.vocab, self.depth = shape, tuple(taps), vocab, layers
         self.register_buffer("embedding", embedding.detach(), persistent=False)
         self.rope = RopeTable(shape.rope, rotary_dim or shape.head_dim)
         self.recompute = False
@@ -87,18 +86,6 @@ class RecurrentDrafter(CachedDrafter):
     # Decoding
 
     @override
-    def reset(self, rows: int, slots: int) -> None:
-        shape = self.shape
-        freeze(self)
-        self.rope.reserve(slots, self.embedding)
-        cache = KVCache(self.layers, rows, slots, shape.kv_heads, shape.head_dim, like=self.embedding)
-        self.cache = cache.clear(0)
-
-    @override
-    def cache_bytes(self, rows: int, slots: int) -> int:
-        return cache_bytes(self.layers, rows, slots, self.shape.kv_heads, self.shape.head_dim, self.embedding)
-
-    @override
     def absorb(
         self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
@@ -110,7 +97,7 @@ class RecurrentDrafter(CachedDrafter):
         feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower than the target's
         rope, hidden = self.rope(positions), self.fuse(feats.flatten(0, 1))
         embeds = self.embed(tokens.flatten(), positions.flatten())
-        for index in range(1, self.layers):
+        for index in range(1, self.depth):
             self.layer(embeds, hidden, rope, view.layer(index), index)
         hidden = self.layer(embeds, hidden, rope, view.layer(0), 0).view(*tokens.shape, -1)
         last = (n - 1).clamp_(min=0)  # n is 0 for rows that are finished: their state does not matter
@@ -138,7 +125,7 @@ class RecurrentDrafter(CachedDrafter):
     @override
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:
         b, n = tokens.shape
-        index = min(level, self.layers - 1)
+        index = min(level, self.depth - 1)
         first = max(index, 1)  # the first level whose nodes went through this layer
         own = ancestors if first == 1 else ancestors[:, :, (first - 1) * n :]
         if self.ahead:
@@ -170,11 +157,11 @@ class RecurrentDrafter(CachedDrafter):
         documents = self.documents if self.documents is not None else tokens.new_zeros(b, t)
         some = None if needed is None or steps == 1 else Rows(needed)
         rows, seen = document_positions(documents), document_mask(documents)
-        attention = [UnrolledAttention(seen, some) for _ in range(self.layers)]
+        attention = [UnrolledAttention(seen, some) for _ in range(self.depth)]
         layer = partial(recomputed, self.layer) if self.recompute else self.layer
         hidden = context = self.fuse(feats)
         for j in range(steps):
-            index = min(j, self.layers - 1)
+            index = min(j, self.depth - 1)
             if 0 < index == j:  # the first call of this layer: what it sees of the committed positions
                 layer(self.embed(tokens, rows), context, self.rope(rows), attention[j], j)
             ahead, positions = F.pad(tokens[:, j:], (0, min(j, t))), rows + j

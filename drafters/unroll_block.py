@@ -72,19 +72,15 @@ class Blocks:
 
     readout: Tensor  # [B,A,W,R] what the head reads
     head: LinearMap | SumHead
-    carried: list[Tensor]  # of each slot [B,A,C], what a conditional head carries when it comes to the slot
-    confidence: Tensor | None  # [B,A,W] logits of the confidence head, if there is one
+    carried: Sequence[Tensor] = ()  # of each slot [B,A,C], what a conditional head carries when it comes to the slot
+    confidence: Tensor | None = None  # [B,A,W] logits of the confidence head, if there is one
 
 
 def blocks_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor | None = None) -> Blocks:
     """Return the blocks of a `BlockDrafter` after rows `anchors` [B,A] of texts.
 
-    Args:
-        drafter: The block drafter.
-        feats: Features of the texts, [B,T,F].
-        tokens: Their tokens, one position later, [B,T].
-        anchors: Rows of the anchors, [B,A].
-        visible: How many tokens of each block are the text's own instead of mask tokens, [B,A]; None: only the anchor.
+    feats [B,T,F], tokens [B,T] one position later. visible [B,A]: how many tokens of each block are the text's own
+    instead of mask tokens; None: only the anchor.
     """
     slots, conditional = slots_behind(drafter, feats, tokens, anchors, visible), drafter.conditional
     readout, output = slots, drafter.head

@@ -33,7 +33,7 @@ from specdec.drafters.formats import (
     speculators,
     vllm,
 )
-from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, differences, facts_of
+from specdec.drafters.formats.base import EMBEDDING, Family, Layout, Meaning, Tensors, differences, facts_of
 from specdec.drafters.formats.maps import map_doubts
 from specdec.drafters.formats.token_map import read_token_map
 from specdec.drafters.formats.user_code import from_code
@@ -88,7 +88,6 @@ FAMILIES: dict[Family, tuple[Layout, ...]] = {
     medusa.FAMILY: (vllm.MEDUSA, medusa.LAYOUT),
 }
 MAPS = ("d2t", "t2d", "draft_ids")  # small tensors that `describe` reads
-EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from specdec.model.rope import Rope
 from specdec.model.target import Target
 
 Tensors = dict[str, Tensor]
+EMBEDDING = "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Meaning:
 
     own_head: bool = True  # False: the file holds no head, and the drafter takes the target's rows
     own_embedding: bool = False  # True: the drafter has an embedding of its own, False: the target's
-    taps: tuple[int, ...] | None = None  # the taps that the checkpoint lists, as indices into hidden_states
+    taps: tuple[int, ...] | None = None  # those that the checkpoint lists, as indices into hidden_states
 
 
 @dataclass(frozen=True)
@@ -141,16 +142,17 @@ class Family:
         raise NotImplementedError
 
     def taps(self, meaning: Any, layers: int) -> tuple[int, ...]:
-        """The hidden states that the drafter reads of a target of so many layers."""
-        return (layers if meaning.tap is None else meaning.tap,)
+        """The hidden states that the drafter reads of a target of so many layers; by default the last one."""
+        return meaning.taps or (layers,)
 
     def vocab(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> DraftVocab:
         """The tokens that the drafter proposes."""
-        return DraftVocab(meaning.vocab, read_ids(tensors))
+        return DraftVocab(target.vocab, read_ids(tensors))
 
     def embedding(self, meaning: Any, tensors: Tensors, target: Any) -> Tensor:
-        """Return the embedding [V,H] that the drafter uses, by default the target's."""
-        return target.embed.weight
+        """Return the embedding [V,H] that the drafter uses: the file's if that is its own, else the target's."""
+        own = meaning.own_embedding and EMBEDDING in tensors
+        return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
 
     def check_sizes(self, meaning: Any, target: Any, name: str) -> None:
         """Raise ValueError if the drafter was trained for a target of another hidden size or vocabulary."""
@@ -242,7 +244,7 @@ class Family:
 
     def retap(self, meaning: Any, taps: tuple[int, ...]) -> Any:
         """The meaning with other taps, as many as that."""
-        return dataclasses.replace(meaning, tap=taps[0])
+        return dataclasses.replace(meaning, taps=taps)
 
 
 class Unset(TorchFunctionMode):

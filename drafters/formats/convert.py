@@ -44,15 +44,9 @@ def convert(
 ) -> Checkpoint:
     """Write `source` in the layout `to`, with bit-identical tensors and the measured acceptance.
 
-    A conversion that would have to leave out or invent a value fails.
-
-    Args:
-        source: Folder or hub name of the checkpoint.
-        destination: Folder to write.
-        to: Name of the layout.
-        target: Folder or hub name of the target. Needed if the layout states its name, names taps by its layers, or
-            cannot express that the head is the target's.
-        int8: Round the matrices (`round_rows`). Only specdec reads such a file.
+    A conversion that would have to leave out or invent a value fails. `source` and `target` are folders or hub names.
+    The target is needed if the layout states its name, names taps by its layers, or cannot express that the head is the
+    target's. int8: round the matrices (`round_rows`). Only specdec reads such a file.
     """
     checkpoint = open_checkpoint(source)
     _write(checkpoint, Path(destination), find_layout(checkpoint.family, to), target, int8)
@@ -174,10 +168,7 @@ def _part(target: str | os.PathLike, config: dict, name: str) -> Tensor:
 def vllm_config(asked: dict, folder: Path, steps: int = SPECULATIVE_TOKENS) -> dict:
     """Return vLLM's `--speculative-config` for an export in `folder`.
 
-    Args:
-        asked: The fields that `Family.vllm` returns.
-        folder: The exported checkpoint.
-        steps: Number of tokens to draft, where the method does not fix it.
+    asked: what `Family.vllm` returns. steps: number of tokens to draft, where the method does not fix it.
     """
     return {"model": str(folder), "num_speculative_tokens": steps} | asked
 

@@ -56,16 +56,8 @@ def meaning_of(
 ) -> tuple[BlockMeaning, Tensors]:
     """Return the meaning by the fields on which all layouts agree, and the tensors without copies of the target's.
 
-    Properties that the tensors determine are read from the tensors, not from the config.
-
-    Args:
-        config: Config of the checkpoint.
-        layer: Config of the draft layers.
-        tensors: Tensors of the checkpoint.
-        name: Name of the checkpoint in errors.
-        taps: Indices of the hidden states that the drafter reads.
-        switches: Fields of `BlockForward`.
-        windowed: Fields of `BlockForward` that count if a layer has a window.
+    Properties that the tensors determine are read from the tensors, not from the config. layer: config of the draft
+    layers. switches: fields of `BlockForward`. windowed: those that count only if a layer has a window.
     """
     angelspec = any(key.startswith(("layer_fusion_weights", "hidden_correction.")) for key in tensors)
     if angelspec or layer.get("model_arch") in ("dflare", "dfly"):
@@ -173,10 +165,6 @@ class BlockFamily(Family):
         rows = None if meaning.own_head else head
         how = meaning.layers, taps, vocab, embedding, rows, meaning.forward, conditional, confidence
         return BlockDrafter(meaning.shape, *how)
-
-    @override
-    def taps(self, meaning: BlockMeaning, layers: int) -> tuple[int, ...]:
-        return meaning.taps
 
     @override
     def vocab(self, meaning: BlockMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
@@ -291,10 +279,6 @@ class BlockFamily(Family):
     @override
     def streams(self, meaning: BlockMeaning, tensors: Tensors) -> int:
         return tensors["fc.weight"].shape[1] // meaning.shape.hidden if "fc.weight" in tensors else 0
-
-    @override
-    def retap(self, meaning: BlockMeaning, taps: tuple[int, ...]) -> BlockMeaning:
-        return dataclasses.replace(meaning, taps=taps)
 
 
 FAMILY = BlockFamily()

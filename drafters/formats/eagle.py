@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.drafters.eagle import Eagle
-from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, write_only
+from specdec.drafters.formats.base import EMBEDDING, Family, Layout, Meaning, Reading, TargetFacts, Tensors, write_only
 from specdec.drafters.formats.parts import (
     Place,
     describe_ids,
@@ -35,7 +35,6 @@ from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 
-EMBEDDING = "embed_tokens.weight"
 TOKEN_MAP = "token_map.pt"  # SGLang gets its path by a flag
 
 
@@ -47,7 +46,7 @@ class EagleMeaning(Meaning):
     vocab: int  # the target's tokens
     fc_bias: bool
     qkv_bias: bool
-    tap: int | None = None  # the hidden state that the head reads; None for the last one
+    taps: tuple[int, ...] | None = None  # None: the last hidden state
     own_embedding: bool = False
 
 
@@ -72,11 +71,6 @@ class EagleFamily(Family):
     @override
     def parameters(self, drafter: Eagle) -> dict[str, Place]:
         return whole(drafter.fc, "fc") | layer_parameters(drafter, "layers.0")
-
-    @override
-    def embedding(self, meaning: EagleMeaning, tensors: Tensors, target) -> Tensor:
-        own = meaning.own_embedding
-        return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
 
     @override
     def expected(self, meaning: EagleMeaning, tensors: Tensors) -> dict[str, torch.Size]:

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from specdec.contracts import Drafter
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
-from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors, check_target
+from specdec.drafters.formats.base import EMBEDDING, Family, Meaning, Reading, Tensors, check_target
 from specdec.drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
 from specdec.drafters.formats.parts import Place, describe_shape, layer_parameters, rows_of, shape_faults
 from specdec.drafters.layers import DraftShape, SharedHead
@@ -25,7 +25,6 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 from specdec.model.target import check_taps
 
-EMBEDDING = "embed_tokens.weight"
 PROJECTIONS = [f"midlayer.self_attn.{x}_proj" for x in "qkv"]
 
 
@@ -122,11 +121,6 @@ class Eagle3Family(Family):
             asked = meaning.draft_vocab
             raise ValueError(f"{name}: the draft vocabulary has {vocab.size} tokens, the config says {asked}")
         return vocab
-
-    def embedding(self, meaning: Eagle3Meaning, tensors: Tensors, target) -> Tensor:
-        """The target's; the file's for a drafter of another width, which cannot share the target's."""
-        own = meaning.own_embedding
-        return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
 
     @override
     def check_sizes(self, meaning: Eagle3Meaning, target, name: str) -> None:
@@ -251,10 +245,6 @@ class Eagle3Family(Family):
     @override
     def streams(self, meaning: Eagle3Meaning, tensors: Tensors) -> int:
         return tensors["fc.weight"].shape[-1] // meaning.tap_width
-
-    @override
-    def retap(self, meaning: Eagle3Meaning, taps: tuple[int, ...]) -> Eagle3Meaning:
-        return dataclasses.replace(meaning, taps=taps)
 
 
 FAMILY = Eagle3Family()

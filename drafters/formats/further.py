@@ -26,15 +26,8 @@ def family_at(path: str | os.PathLike) -> Family:
 def create(target, *, path: str | None = None, vocab: DraftVocab | None = None) -> Drafter:
     """Return the drafter of a checkpoint in fp32, to be trained: shape, draft vocabulary and taps are the checkpoint's.
 
-    A head whose rows are the target's was not trained, and is not trained now.
-
-    Args:
-        target: The target that the drafter was trained for.
-        path: The checkpoint, as for `load_drafter`.
-        vocab: Not used: the checkpoint has its own.
-
-    Raises:
-        ValueError: The checkpoint is not a drafter, is damaged, or does not fit the target.
+    A head whose rows are the target's was not trained, and is not trained now. vocab: not used, as the checkpoint has
+    its own. Raises ValueError for a checkpoint that is no drafter, is damaged, or does not fit the target.
     """
     if path is None:
         raise ValueError("drafter=saved needs a checkpoint: give from=CHECKPOINT instead")

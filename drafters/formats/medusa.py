@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from specdec.drafters.formats.base import (
-    Family,
-    Layout,
-    Meaning,
-    Reading,
-    TargetFacts,
-    Tensors,
-    ids_faults,
-)
+from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, ids_faults
 from specdec.drafters.formats.parts import dtype_name, held, read_ids
 from specdec.drafters.medusa import Medusa, MedusaShape
 from specdec.drafters.vocab import DraftVocab
@@ -31,7 +23,7 @@ class MedusaMeaning(Meaning):
 
     shape: MedusaShape
     vocab: int | None  # the target's tokens; None if nothing states them, as in the published configs
-    tap: int | None = None  # the hidden state that the heads read; None for the last one
+    taps: tuple[int, ...] | None = None  # None: the last hidden state
 
 
 class MedusaFamily(Family):
@@ -58,10 +50,6 @@ class MedusaFamily(Family):
             if drafter.shape.own_heads:
                 out |= whole(drafter.heads[i], f"{i}.{len(blocks)}")
         return out
-
-    @override
-    def vocab(self, meaning: MedusaMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
-        return DraftVocab(target.vocab, read_ids(tensors))
 
     @override
     def proposed(self, meaning: MedusaMeaning, tensors: Tensors) -> int:
@@ -101,11 +89,6 @@ class MedusaFamily(Family):
         return super().vllm(meaning) | {"num_speculative_tokens": meaning.shape.heads}
 
 
-def recognise(config: dict, tensors: Tensors) -> bool:
-    """Return whether the tensors have the published names of Medusa heads."""
-    return "0.0.linear.weight" in tensors
-
-
 def read(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeaning, Tensors]:
     """The tensors determine the number of heads and blocks: published configs have been wrong about them."""
     heads = len({key.split(".")[0] for key in tensors if key[0].isdigit()})
@@ -130,5 +113,7 @@ def write(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) 
     return config | ({"vocab_size": meaning.vocab} if meaning.vocab else {}), tensors
 
 
-LAYOUT = Layout("medusa", "Medusa as of its authors", recognise, read, write)
+LAYOUT = Layout(
+    "medusa", "Medusa as of its authors", lambda config, tensors: "0.0.linear.weight" in tensors, read, write
+)
 FAMILY = MedusaFamily()

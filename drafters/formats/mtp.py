@@ -45,7 +45,7 @@ class MtpMeaning(Meaning):
     vocab: int  # the target's tokens
     heads: int
     forward: MtpForward
-    tap: int | None = None  # the hidden state that the heads read; None for the last one
+    taps: tuple[int, ...] | None = None  # None: the last hidden state
 
 
 def head_parameters(block: MtpLayer, prefix: str, layer: str, names: dict[str, str]) -> dict[str, Place]:
@@ -121,11 +121,6 @@ class MtpFamily(Family):
         ]
 
 
-def recognise(config: dict, tensors: Tensors) -> bool:
-    """Return whether the tensors have MiMo's names of MTP heads."""
-    return any(name.startswith(PREFIX) for name in tensors)
-
-
 def read(config: dict, tensors: Tensors, name: str) -> tuple[MtpMeaning, Tensors]:
     """What a checkpoint means. A config without `mtp` is MiMo's own, where the hidden state comes first."""
     check(MtpForward, config.get("mtp", {}), f"{name}: config.json: mtp")
@@ -153,5 +148,11 @@ def write(meaning: MtpMeaning, tensors: Tensors, target: TargetFacts | None) -> 
     return config, tensors
 
 
-LAYOUT = Layout("mimo", "MTP heads under MiMo's names, in a folder of their own", recognise, read, write)
+LAYOUT = Layout(
+    "mimo",
+    "MTP heads under MiMo's names, in a folder of their own",
+    lambda config, tensors: any(name.startswith(PREFIX) for name in tensors),
+    read,
+    write,
+)
 FAMILY = MtpFamily()

@@ -97,7 +97,7 @@ class PEagleFamily(Eagle3Family):
     @override
     def dismantle(self, drafter: Any, target) -> tuple[PEagleMeaning, Tensors]:
         meaning, tensors = super().dismantle(drafter, target)
-        own: dict[str, Any] = {"layers": drafter.layers, "block": drafter.block, "mask_token": drafter.mask_token}
+        own: dict[str, Any] = {"layers": drafter.depth, "block": drafter.block, "mask_token": drafter.mask_token}
         head = {"lm_head.weight": drafter.head.weight} if meaning.own_head else {}
         return PEagleMeaning(**vars(meaning), **own), tensors | rows_of(parameters(drafter)) | head
 

@@ -34,9 +34,7 @@ from specdec.drafters.formats import (
     vllm,
 )
 from specdec.drafters.formats.base import EMBEDDING, Family, Layout, Meaning, Tensors, differences, facts_of
-from specdec.drafters.formats.maps import map_doubts
-from specdec.drafters.formats.token_map import read_token_map
-from specdec.drafters.formats.user_code import from_code
+from specdec.drafters.formats.maps import map_doubts, read_token_map
 from specdec.drafters.layers import restrict
 from specdec.model import finite
 from specdec.model.archs.wrapped import text_config
@@ -267,11 +265,13 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
     """The drafter that is no checkpoint of a family: n-grams, or a draft model; None if it is one."""
     if not isinstance(path, str | os.PathLike):
         return draft_model.create(target, path=cast(Any, path), allow_nonfinite=allow_nonfinite)
-    if (named := ngram.from_name(str(path), target) or from_code(str(path), target)) is not None:
+    if (named := ngram.from_name(str(path), target) or recipe.from_code(str(path), target)) is not None:
         return named
     folder = resolve(path)
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
-    if mtp_inside.recognise(config, held) or pard.recognise(config, held):  # then it is loaded for more than itself
+    if mtp_inside.LAYOUT.recognise(config, held) or pard.LAYOUT.recognise(
+        config, held
+    ):  # then it is loaded for more than itself
         return None
     if not draft_model.is_language_model(config, held):
         return None

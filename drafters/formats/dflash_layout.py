@@ -29,11 +29,6 @@ PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 
 
-def recognise(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is in the layout of z-lab and SpecForge: its config has a `dflash_config`."""
-    return isinstance(config.get("dflash_config"), dict) and "hidden_norm.weight" in tensors
-
-
 def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
     """Read a checkpoint of z-lab or SpecForge. Raise ValueError for an unsupported `projector_type`."""
     how = config["dflash_config"]
@@ -121,11 +116,6 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
     return config, tensors | {name: copy.to(tensors["norm.weight"].dtype) for name, copy in copies.items()}
 
 
-def recognise_speculators(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is a block drafter in the layout of the speculators library."""
-    return kind_of(config) in ARCHITECTURES and "hidden_norm.weight" in tensors
-
-
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:
     """Read a block drafter in the layout of the speculators library, whose windows end before the anchor."""
     from_anchor = config.get("sample_from_anchor", kind_of(config) == "dspark")
@@ -175,14 +165,21 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
     return config, tensors | ({"t2d": membership(tensors["d2t"], meaning.vocab)} if "d2t" in tensors else {})
 
 
-ZLAB = Layout("dflash", "block drafters as of z-lab and SpecForge", recognise, read, write, shares_head=True)
+ZLAB = Layout(
+    "dflash",
+    "block drafters as of z-lab and SpecForge",
+    lambda config, tensors: isinstance(config.get("dflash_config"), dict) and "hidden_norm.weight" in tensors,
+    read,
+    write,
+    shares_head=True,
+)
 DEEPSPEC = Layout(
     "deepspec", "block drafters as of DeepSpec", recognise_deepspec, read_deepspec, write_deepspec, shares_head=True
 )
 SPECULATORS = Layout(
     "speculators",
     "block drafters as of speculators and vLLM",
-    recognise_speculators,
+    lambda config, tensors: kind_of(config) in ARCHITECTURES and "hidden_norm.weight" in tensors,
     read_speculators,
     write_speculators,
     shares_head=True,

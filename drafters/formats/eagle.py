@@ -170,11 +170,6 @@ def write_sglang(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | 
 # speculators
 
 
-def recognise_speculators(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is an EAGLE-1/2 head in the layout of the speculators library."""
-    return kind_of(config) == "eagle" and "fusion_fc.weight" in tensors
-
-
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[EagleMeaning, Tensors]:
     """Read an EAGLE-1/2 head of the speculators library. Raise ValueError for the variant with three more norms."""
     if config.get("layernorms"):
@@ -206,7 +201,7 @@ def write_speculators(meaning: EagleMeaning, tensors: Tensors, target: TargetFac
 SPECULATORS = Layout(
     "speculators",
     "EAGLE-1/2 as of the first versions of speculators",
-    recognise_speculators,
+    lambda config, tensors: kind_of(config) == "eagle" and "fusion_fc.weight" in tensors,
     read_speculators,
     write_speculators,
 )

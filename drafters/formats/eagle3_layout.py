@@ -155,11 +155,6 @@ def with_membership(tensors: Tensors, vocab: int) -> Tensors:
     return tensors | {"t2d": membership(tensors["d2t"], vocab)} if "d2t" in tensors else tensors
 
 
-def recognise_own(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is in the published layout with our field `taps`."""
-    return recognise(config, tensors) and "taps" in config
-
-
 def write_own(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """Write the published layout with our field `taps`, and the lists for other readers if these can name the taps.
 
@@ -191,8 +186,14 @@ def order_doubts(ids: list | None) -> list[str]:
     return [f"the taps are read in the order listed, {ids}; vLLM and SGLang gather them in ascending order"]
 
 
-TITLE = "ours: the EAGLE-3 layout, with taps by name"
-OWN = Layout("specdec", TITLE, recognise_own, read, write_own, shares_head=True)
+OWN = Layout(
+    "specdec",
+    "ours: the EAGLE-3 layout, with taps by name",
+    lambda config, tensors: recognise(config, tensors) and "taps" in config,
+    read,
+    write_own,
+    shares_head=True,
+)
 PUBLISHED = Layout(
     "eagle3", "EAGLE-3 as of EAGLE, SpecForge and SGLang", recognise, read, write, names_layers=True, doubts=doubts
 )

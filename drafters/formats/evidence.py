@@ -15,6 +15,41 @@ from specdec.ops.likely import largest
 
 BATCH_TOKENS = 4096  # of answers side by side, padding included
 PIECE = 512  # positions whose logits are computed together
+# What `specdec checkpoint check` asks the target, unless it is given other prompts.
+PROMPTS = [
+    "What are some good ways to learn a new language?",
+    "Tom has 5 apples and buys 7 more. How many apples does he have now?",
+    "Explain why the sky is blue, in simple words that a child can understand.",
+    "Write a Python function that adds two numbers.",
+    "Give me three tips for staying healthy.",
+    "Write a short story about a dragon who is afraid of fire.",
+    "What is the capital of France, and what is it known for?",
+    "Describe the life cycle of a butterfly.",
+    "Write an email that asks a colleague for a meeting next week.",
+    "How do I bake a simple loaf of bread?",
+    "Compare dogs and cats as pets.",
+    "Who wrote Romeo and Juliet, and what happens in it?",
+    "List five uses of a paper clip.",
+    "What should I pack for a week in the mountains?",
+    "A train travels 60 miles in 1.5 hours. What is its average speed?",
+    "Write a poem about the sea in winter.",
+    "How does a bicycle stay upright?",
+    "What is the difference between a virus and a bacterium?",
+    "Write a SQL query that counts the customers of each country.",
+    "Suggest a name for a small bakery, and say why it fits.",
+    "Why do we dream?",
+    "Plan a day in Rome for a family with two children.",
+    "Explain what a neural network is to a school class.",
+    "Write a dialogue between a teacher and a student who is late.",
+    "What are the advantages and disadvantages of working from home?",
+    "How can I save money on my electricity bill?",
+    "Describe your favourite season without naming it.",
+    "What causes earthquakes?",
+    "Write the opening paragraph of a detective novel.",
+    "How do I change a flat tyre?",
+    "Explain how vaccines work.",
+    "Give me a recipe for a vegetable soup.",
+]
 
 
 @dataclass

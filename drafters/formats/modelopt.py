@@ -25,16 +25,6 @@ TRAINING_NAMES = {
 }
 
 
-def recognise_training(config: dict, tensors: Tensors) -> bool:
-    """Return whether the tensors have the names of a ModelOpt training checkpoint."""
-    return any(name.startswith(PREFIX) for name in tensors)
-
-
-def recognise(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is an EAGLE-3 head in ModelOpt's exported layout."""
-    return "layers.0.hidden_norm.weight" in tensors and kind_of(config) is None
-
-
 def read_training(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
     """Read an EAGLE-3 head from a ModelOpt training checkpoint, ignoring the tensors of the target."""
     ours = {key.removeprefix(PREFIX): value for key, value in tensors.items() if key.startswith(PREFIX)}
@@ -64,7 +54,19 @@ def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
 
 
 SHARED: dict[str, Any] = {"shares_head": True, "names_layers": True, "doubts": eagle3_layout.doubts}
-EXPORTED = Layout("modelopt", "EAGLE-3 as ModelOpt exports it", recognise, read, write, **SHARED)
+EXPORTED = Layout(
+    "modelopt",
+    "EAGLE-3 as ModelOpt exports it",
+    lambda config, tensors: "layers.0.hidden_norm.weight" in tensors and kind_of(config) is None,
+    read,
+    write,
+    **SHARED,
+)
 TRAINING = Layout(
-    "modelopt-training", "EAGLE-3 as ModelOpt trains it", recognise_training, read_training, write_training, **SHARED
+    "modelopt-training",
+    "EAGLE-3 as ModelOpt trains it",
+    lambda config, tensors: any(name.startswith(PREFIX) for name in tensors),
+    read_training,
+    write_training,
+    **SHARED,
 )

@@ -222,11 +222,6 @@ def wants(config: dict, name: str) -> bool:
     return naming(name, config.get("num_hidden_layers", 0)) is not None
 
 
-def recognise(config: dict, tensors: Tensors) -> bool:
-    """Return whether the checkpoint is a target with MTP heads: it has an embedding and tensors of an MTP head."""
-    return EMBEDDING in tensors and any(wants(config, name) for name in tensors)
-
-
 def read(config: dict, tensors: Tensors, name: str) -> tuple[InsideMeaning, Tensors]:
     """Return the target's config, the kind of names that the MTP tensors have, and the tensors."""
     return InsideMeaning(config, naming(next(iter(tensors)), config["num_hidden_layers"]) or ""), tensors
@@ -237,5 +232,12 @@ def write(meaning: InsideMeaning, tensors: Tensors, target: TargetFacts | None) 
     raise ValueError("MTP heads inside a target's checkpoint stay there: there is nothing to convert")
 
 
-LAYOUT = Layout("inside", "inside the target's checkpoint", recognise, read, write, wants=wants)
+LAYOUT = Layout(
+    "inside",
+    "inside the target's checkpoint",
+    lambda config, tensors: EMBEDDING in tensors and any(wants(config, name) for name in tensors),
+    read,
+    write,
+    wants=wants,
+)
 FAMILY = InsideFamily()

@@ -151,11 +151,6 @@ class PardFamily(Family):
             raise ValueError("vLLM drafts with PARD, and not with PARD-2 (train with drafter.taps=null)")
 
 
-def recognise(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is a PARD or PARD-2 drafter, by `spd_type` in its config."""
-    return config.get("spd_type") in ("pard", "pard2") and "model.embed_tokens.weight" in tensors
-
-
 def read(config: dict, tensors: Tensors, name: str) -> tuple[PardMeaning, Tensors]:
     """Read a PARD or PARD-2 drafter. Raise ValueError for missing or unsupported config fields."""
     mask, layers = config.get("pard_token"), config.get("pard2_target_layers") or []
@@ -202,7 +197,7 @@ def doubts(config: dict) -> list[str]:
 LAYOUT = Layout(
     "pard",
     "PARD as of its authors (AMD)",
-    recognise,
+    lambda config, tensors: config.get("spd_type") in ("pard", "pard2") and "model.embed_tokens.weight" in tensors,
     read,
     write,
     doubts=doubts,

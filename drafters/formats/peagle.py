@@ -143,11 +143,6 @@ def recognise(config: dict, tensors: Tensors) -> bool:
     return MASK in tensors and "fc.weight" in tensors and speculators.kind_of(config) is None
 
 
-def recognise_own(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is a P-EAGLE head with our field `taps`."""
-    return recognise(config, tensors) and "taps" in config
-
-
 def read(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
     """Read a P-EAGLE head. Raise ValueError if the config lacks `mask_token_id`."""
     tensors = from_file(tensors)
@@ -207,11 +202,6 @@ def doubts(config: dict) -> list[str]:
     return out
 
 
-def recognise_speculators(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is a P-EAGLE head in the layout of the speculators library."""
-    return speculators.kind_of(config) == "peagle" and MASK in tensors
-
-
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
     """Read a P-EAGLE head in the layout of the speculators library."""
     shared = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
@@ -234,12 +224,18 @@ def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFa
     return config, to_file(tensors)
 
 
-OWN = Layout("specdec", "ours: SpecForge's P-EAGLE, with taps by name", recognise_own, read, write_own)
+OWN = Layout(
+    "specdec",
+    "ours: SpecForge's P-EAGLE, with taps by name",
+    lambda config, tensors: recognise(config, tensors) and "taps" in config,
+    read,
+    write_own,
+)
 FLAT = Layout("peagle", "P-EAGLE as of SpecForge", recognise, read, write, names_layers=True, doubts=doubts)
 SPECULATORS = Layout(
     "speculators",
     "P-EAGLE as of speculators and vLLM",
-    recognise_speculators,
+    lambda config, tensors: speculators.kind_of(config) == "peagle" and MASK in tensors,
     read_speculators,
     write_speculators,
     names_layers=True,

@@ -10,13 +10,14 @@ import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from typing_extensions import override
 
 from specdec import own
 from specdec.contracts import Drafter
-from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors, check_target
+from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, check_target
 from specdec.drafters.formats.parts import fill, read_ids
 from specdec.drafters.vocab import DraftVocab
 
@@ -110,20 +111,25 @@ def _creator(named: str, name: str) -> Callable:
     )
 
 
-def recognise(config: dict, tensors: Tensors) -> bool:
-    """Return whether the config has a recipe."""
-    return isinstance(config.get("recipe"), dict)
+def from_code(path: str, target) -> Drafter | None:
+    """The drafter that the user's own code makes anew; None for a checkpoint."""
+    code, checkpoint = own.split(path)
+    fresh = checkpoint is None if own.is_own(path) else path.isidentifier() and not Path(path).exists()
+    part = own.find("drafter", code) if fresh else None
+    if part is None:
+        return None
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        drafter = own.make(code, part, Drafter, target)
+    drafter.conventions = {"family": f"made by {code}"}
+    return drafter.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
 
 
-def read(config: dict, tensors: Tensors, name: str) -> tuple[RecipeMeaning, Tensors]:
-    """Return the config as the meaning, and the tensors unchanged."""
-    return RecipeMeaning(config), tensors
-
-
-def write(meaning: RecipeMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    """Return the config with the recipe, and the tensors unchanged."""
-    return meaning.config, tensors
-
-
-LAYOUT = Layout("recipe", "ours: the YAML that made the drafter, and its parameters", recognise, read, write)
+LAYOUT = Layout(
+    "recipe",
+    "ours: the YAML that made the drafter, and its parameters",
+    recognise=lambda config, tensors: isinstance(config.get("recipe"), dict),
+    read=lambda config, tensors, name: (RecipeMeaning(config), tensors),
+    write=lambda meaning, tensors, target: (meaning.config, tensors),
+)
 FAMILY = RecipeFamily()

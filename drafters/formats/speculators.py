@@ -70,11 +70,6 @@ def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
 # EAGLE-3
 
 
-def recognise(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is an EAGLE-3 head in the layout of the speculators library."""
-    return kind_of(config) == "eagle3" and any(name.startswith("layers.0.") for name in tensors)
-
-
 def read(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
     """Read an EAGLE-3 head of the speculators library. Raise ValueError for more than one layer."""
     if "layers.1.self_attn.q_proj.weight" in tensors:
@@ -148,5 +143,11 @@ def doubts(config: dict) -> list[str]:
 
 
 EAGLE3 = Layout(
-    "speculators", "EAGLE-3 as of speculators and vLLM", recognise, read, write, names_layers=True, doubts=doubts
+    "speculators",
+    "EAGLE-3 as of speculators and vLLM",
+    lambda config, tensors: kind_of(config) == "eagle3" and any(name.startswith("layers.0.") for name in tensors),
+    read,
+    write,
+    names_layers=True,
+    doubts=doubts,
 )

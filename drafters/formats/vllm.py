@@ -53,11 +53,6 @@ def write_eagle3(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts |
     return config | {"norm_before_fc": True} | FINAL_NORM, tensors | {INPUT_NORM: torch.cat(gains) * SCALE}
 
 
-def recognise_eagle3(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint is an EAGLE-3 head that was exported for vLLM with the target's final norm."""
-    return FINAL_NORM.items() <= config.items() and speculators.recognise(config, tensors)
-
-
 def read_eagle3(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
     """Read an EAGLE-3 head that was exported for vLLM, without the norm that the export added."""
     tensors = {key: tensor for key, tensor in tensors.items() if key != INPUT_NORM}
@@ -116,11 +111,6 @@ def write_medusa(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts |
     return config | {"vocab_size": len(head)}, tensors | {SHARED_HEAD: head}
 
 
-def recognise_medusa(config: dict, tensors: Tensors) -> bool:
-    """Return whether a checkpoint holds Medusa heads that were exported for vLLM."""
-    return "medusa_fc_bias" in config and medusa.recognise(config, tensors)
-
-
 def read_medusa(config: dict, tensors: Tensors, name: str) -> tuple[MedusaMeaning, Tensors]:
     """Read Medusa heads that were exported for vLLM. Raise ValueError for heads without biases."""
     if not config["medusa_fc_bias"]:
@@ -144,6 +134,19 @@ def notes(config: dict) -> list[str]:
     return out
 
 
-EAGLE3 = Layout("vllm", "EAGLE-3 as vLLM reads it", recognise_eagle3, read_eagle3, write_eagle3, names_layers=True)
+EAGLE3 = Layout(
+    "vllm",
+    "EAGLE-3 as vLLM reads it",
+    lambda config, tensors: FINAL_NORM.items() <= config.items() and speculators.EAGLE3.recognise(config, tensors),
+    read_eagle3,
+    write_eagle3,
+    names_layers=True,
+)
 EAGLE = write_only("vllm", "EAGLE-1/2 as vLLM reads it", write_eagle)
-MEDUSA = Layout("vllm", "Medusa as vLLM reads it", recognise_medusa, read_medusa, write_medusa)
+MEDUSA = Layout(
+    "vllm",
+    "Medusa as vLLM reads it",
+    lambda config, tensors: "medusa_fc_bias" in config and medusa.LAYOUT.recognise(config, tensors),
+    read_medusa,
+    write_medusa,
+)

@@ -16,7 +16,7 @@ from specdec.api import ModelSettings
 from specdec.cli.parser import read_flags
 from specdec.drafters.formats import check, description, verdict, vllm
 from specdec.drafters.formats.convert import convert, export, start_command
-from specdec.drafters.formats.prompts import PROMPTS
+from specdec.drafters.formats.evidence import PROMPTS
 from specdec.model.names import public_name
 from specdec.model.weight_files import read_json
 from specdec.text import read_prompts

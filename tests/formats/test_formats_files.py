@@ -13,7 +13,7 @@ from specdec.drafters import eagle3
 from specdec.drafters.formats import load_drafter, open_checkpoint, save_drafter
 from specdec.drafters.formats.convert import convert
 from specdec.drafters.formats.description import inspect
-from specdec.drafters.formats.token_map import read_token_map
+from specdec.drafters.formats.maps import read_token_map
 from specdec.drafters.vocab import DraftVocab
 
 

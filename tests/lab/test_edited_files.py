@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from sweeps import BEST, tiny_sweep
 
 from specdec.acceptance import FILE, read_acceptance
-from specdec.drafters.formats.token_map import read_token_map
+from specdec.drafters.formats.maps import read_token_map
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.trace_files import HEADER, NODES, ROUNDS, ROWS, read_trace
 from specdec.lab.sweep import store

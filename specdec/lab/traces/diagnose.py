@@ -23,7 +23,7 @@ from typing_extensions import override
 from specdec.cli.parser import read_flags
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.formats import check, verdict
-from specdec.drafters.formats.prompts import PROMPTS
+from specdec.drafters.formats.evidence import PROMPTS
 from specdec.engine.recorder import TracedRound, TracedRow
 from specdec.engine.report import RoundReport
 from specdec.engine.trace_files import read_trace

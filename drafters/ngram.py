@@ -6,6 +6,7 @@ gives lengths'[j] = lengths[j-1] + 1 where token j is x, and 0 elsewhere, which 
 of, for all places at once. The tokens that followed the matches are the candidates.
 """
 
+import math
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +18,6 @@ from typing_extensions import override
 
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
-from specdec.drafters.ngram_host import Voting, match_lengths
 from specdec.drafters.vocab import DraftVocab
 from specdec.ops.likely import largest, top
 from specdec.structs import Survivors
@@ -27,6 +27,7 @@ LONGEST = 16  # how many committed tokens of a match count
 BASE = 4.0  # 2 to 8 draft alike
 REACH = 3  # 2 to 5 do, where 10 more rows cost about as much as a token (docs/log.md)
 ALL = 2**15  # levels: more than any tree has
+Array = np.ndarray
 
 
 class Matches(DraftState):
@@ -168,29 +169,64 @@ class NGram(Drafter):
 
     @override
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
-        if not isinstance(first, Matches) or children is not LIKELIEST or not on_host(first.hidden):
+        if not isinstance(first, Matches) or children is not LIKELIEST or not first.hidden.is_cpu:
             return super().chain(first, steps, children)
         text, lengths = first.text.numpy(), first.hidden[:, 0].numpy()
-        ends = self._ends(first.lens, lengths.shape[1])
-        rows = [self._voting.chain(text[b, :n], lengths[b, : n - 1], steps) for b, n in enumerate(ends)]
+        ends = _ends(first.lens, lengths.shape[1])
+        rows = [self._chain(text[b, :n], lengths[b, : n - 1], steps) for b, n in enumerate(ends)]
         ids, logq = (torch.from_numpy(np.array(part)) for part in zip(*rows, strict=True))
         return self.vocab.to_target(ids), logq.float()
 
-    @staticmethod
-    def _ends(lens: Tensor, places: int) -> np.ndarray:
-        """Return `lens` [B] as numpy, at most `places` + 1: a finished row may be longer, and its draft is not used."""
-        return lens.numpy().clip(max=places + 1)
+    def _chain(self, text: Array, lengths: Array, steps: int) -> tuple[list[int], list[float]]:
+        """The winner, and the winner after it, `steps` times: draft ids, and log-probabilities of the path so far.
+
+        text [n] has the match lengths [n-1] at the places that a token follows. numpy computes here what operators do
+        elsewhere, in a fraction of their time: a row has a few matches, and not one for each place and token.
+        """
+        ids: list[int] = []
+        logq, total = [], 0.0
+        for step in range(steps):
+            if step:
+                lengths = longer(text, lengths, int(self._ids[0][ids[-1]]))
+            winner, logp = self._winner(text, lengths)
+            total += logp
+            ids.append(winner)
+            logq.append(total)
+        return ids, logq
 
     @cached_property
-    def _voting(self) -> Voting:
-        ids = None if self.vocab.ids is None else self.vocab.ids.numpy()
-        return Voting(self.mode == "lookup", BASE, self.min_ngram, self.vocab.target_size, ids)
+    def _ids(self) -> tuple[Array, Array]:
+        """Target ids [U] of the tokens that are drafted, and draft ids [V], -1 for tokens that are not."""
+        vocab = self.vocab
+        drafted, every = torch.arange(vocab.size), torch.arange(vocab.target_size)
+        return vocab.to_target(drafted).numpy(), vocab.from_target(every).numpy()
+
+    def _winner(self, text: Array, lengths: Array) -> tuple[int, float]:
+        """The draft id with the most votes, the lowest among equals, and its log-probability."""
+        size, lookup = self.vocab.size, self.mode == "lookup"
+        places = np.flatnonzero(lengths >= self.min_ngram)
+        if not len(places):
+            return 0, -math.log(size)
+        lengths, ids = lengths[places], text[places + 1]
+        longest = int(lengths.max())
+        votes = np.power(BASE, (lengths - longest) - (places / len(text) if lookup else 0.0))
+        if self.vocab.ids is not None:
+            ids = self._ids[1][ids]
+            votes *= ids >= 0
+        if len(ids) > 1:  # those for the same token together
+            order = ids.argsort(kind="stable")
+            ids, votes = ids[order], votes[order]
+            firsts = np.flatnonzero(np.diff(ids, prepend=-2))
+            ids, votes = ids[firsts], (np.maximum if lookup else np.add).reduceat(votes, firsts)
+        best, even = votes.argmax(), BASE**-longest / self.vocab.target_size
+        share = (votes[best] + even) / (votes.sum() + even * size)
+        return (int(ids[best]) if votes[best] > 0 else 0), math.log(share)
 
     def _root(self, text: Tensor, lens: Tensor, places: int) -> Matches:
         """The state at the end of rows text [B,S], lens [B], of which none has more than `places` + 1 tokens."""
-        if on_host(text):
+        if text.is_cpu:
             found = np.zeros((len(lens), 1, places), dtype=np.int64)
-            for row, tokens, n in zip(found[:, 0], text.numpy(), self._ends(lens, places), strict=True):
+            for row, tokens, n in zip(found[:, 0], text.numpy(), _ends(lens, places), strict=True):
                 row[: n - 1] = match_lengths(tokens[:n], self.max_ngram)
             lengths, levels = torch.from_numpy(found), torch.from_numpy(self._levels(found[:, 0].max(-1)))
         else:
@@ -214,11 +250,6 @@ class NGram(Drafter):
         return ((windows.flip(-1) == recent[:, None]).cumprod(-1).sum(-1) * followed)[:, None]
 
 
-def on_host(x: Tensor) -> bool:
-    """Can numpy read it in place?"""
-    return x.device.type == "cpu"
-
-
 def create(target, *, vocab: DraftVocab | None = None, **settings) -> NGram:
     """An n-gram drafter for the target's tokens, with the settings of `NGram`."""
     return NGram(vocab or DraftVocab(target.vocab), **settings)
@@ -228,3 +259,28 @@ def from_name(name: str, target) -> NGram | None:
     """'ngram' or 'ngram:MODE' -> that drafter; None for every other name."""
     kind, _, mode = name.partition(":")
     return create(target, mode=mode or "lookup") if kind == "ngram" else None
+
+
+def _ends(lens: Tensor, places: int) -> Array:
+    """Return `lens` [B] as numpy, at most `places` + 1: a finished row may be longer, and its draft is not used."""
+    return lens.numpy().clip(max=places + 1)
+
+
+def match_lengths(text: Array, most: int) -> Array:
+    """How many of the last `most` tokens of text [n] end at each place but the last: [n-1]."""
+    lengths = np.zeros(len(text) - 1, dtype=np.int32)
+    places, count = np.flatnonzero(text[:-1] == text[-1]), 0
+    while len(places) and count < most:
+        count += 1
+        lengths[places] = count
+        places = places[places >= count]
+        places = places[text[places - count] == text[-1 - count]]
+    return lengths
+
+
+def longer(text: Array, lengths: Array, token: int) -> Array:
+    """The match lengths [n-1] one token further on."""
+    grown = np.ones_like(lengths)
+    grown[1:] += lengths[:-1]
+    grown *= text[:-1] == token
+    return grown

@@ -26,8 +26,7 @@ from specdec.drafters.formats.base import (
 from specdec.drafters.formats.mtp import NAMES, WORDS, head_parameters
 from specdec.drafters.formats.parts import Place, describe_shape, fill, read_shape, rows_of, shape_faults
 from specdec.drafters.layers import DraftShape
-from specdec.drafters.moe import Experts, MoE
-from specdec.drafters.mtp import Mtp, MtpForward
+from specdec.drafters.mtp import Experts, MoE, Mtp, MtpForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes
 

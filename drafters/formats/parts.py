@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.layers import DraftShape
-from specdec.drafters.moe import MoE
+from specdec.drafters.mtp import MoE
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_rope, rope_fields
 from specdec.model.checkpoint import StrictFill, fused, whole

@@ -21,7 +21,7 @@ from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, write_only
 from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, head_fields, layer_fields, meaning_of, outputs
 from specdec.drafters.formats.eagle3_layout import check_list
-from specdec.drafters.formats.maps import membership
+from specdec.drafters.formats.maps import with_membership
 from specdec.drafters.formats.parts import dtype_name
 from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
 
@@ -162,7 +162,7 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
         **(head_fields(meaning) if kind != "dflash" else {}),
         **convolution_fields(how),
     }
-    return config, tensors | ({"t2d": membership(tensors["d2t"], meaning.vocab)} if "d2t" in tensors else {})
+    return config, with_membership(tensors, meaning.vocab)
 
 
 ZLAB = Layout(

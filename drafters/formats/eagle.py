@@ -28,9 +28,10 @@ from specdec.drafters.formats.parts import (
     held,
     layer_parameters,
     read_shape,
+    renamed,
     shape_fields,
 )
-from specdec.drafters.formats.speculators import kind_of, nested_config, renamed, speculators_fields
+from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole

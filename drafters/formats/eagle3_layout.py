@@ -4,17 +4,30 @@ Traps: the published configs state no rope, and mean theta 10000 whatever the ta
 hidden states 2, N/2, N-3; a list of them means different things in different places (`_taps`). `norm_output` switches
 the norm before the head off in SpecForge, and the post-norm feedback on in speculators, vLLM and TorchSpec. Here it is
 SpecForge's, unless the field `norm_output_means`, ours, says 'feedback'.
+
+ModelOpt (NVIDIA) has the same fields. While it trains, everything is under `eagle_module.`, among other weights or
+alone. The norms of the two inputs are next to the layer (`input_embeds_norm`, `hidden_norm`) or inside it, by version.
+The head is `eagle_lm_head`. Exported, the prefix is gone, the layer is layers.0.*, and there is no t2d. Older versions
+export the published layout. Traps: layer ids count outputs, as in SpecForge. A file without a head means the target's,
+one without d2t the whole vocabulary. q, k and v have biases if the config says so, which the tensors show.
 """
 
 import dataclasses
+from typing import Any
 
 from specdec.drafters.eagle3 import Eagle3Forward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import PROJECTIONS, Eagle3Meaning, ascending
-from specdec.drafters.formats.maps import membership
-from specdec.drafters.formats.parts import dtype_name, read_shape, shape_fields
+from specdec.drafters.formats.maps import with_membership
+from specdec.drafters.formats.parts import dtype_name, read_shape, renamed, shape_fields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+PREFIX = "eagle_module."
+TRAINING_NAMES = {
+    "input_embeds_norm.weight": "midlayer.input_layernorm.weight",
+    "hidden_norm.weight": "midlayer.hidden_norm.weight",
+    "eagle_lm_head.weight": "lm_head.weight",
+}
 
 
 def recognise(config: dict, tensors: Tensors) -> bool:
@@ -101,16 +114,18 @@ def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
 
 
 def _written(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    how = meaning.forward
+    flags = {"fc_norm": how.tap_norms, "norm_before_fc": how.input_norm, "attention_bias": how.qkv_bias}
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **shape_fields(meaning.shape),
         "vocab_size": meaning.vocab,
         "draft_vocab_size": meaning.draft_vocab if meaning.own_head else None,
         "dtype": dtype_name(tensors["fc.weight"]),
-        **flag_fields(meaning.forward),
+        "norm_before_residual": how.residual_norm,  # some readers take a missing field for true
+        **{name: True for name, on in flags.items() if on},
         **listed(meaning.taps, target),
     }
-    how = meaning.forward
     if how.feedback == "post":
         config |= {"norm_output": True, "norm_output_means": "feedback"}
     elif not how.head_norm:
@@ -118,16 +133,6 @@ def _written(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | Non
     if meaning.tap_width != meaning.shape.hidden:
         config["target_hidden_size"] = meaning.tap_width
     return config, with_membership(tensors, meaning.vocab)
-
-
-def flag_fields(how: Eagle3Forward) -> dict:
-    """Return the config fields of other trainers for the flags of a forward.
-
-    Fields that are off are left out, as in the published configs. `norm_before_residual` is always written, because
-    some readers take a missing field for true.
-    """
-    flags = {"fc_norm": how.tap_norms, "norm_before_fc": how.input_norm, "attention_bias": how.qkv_bias}
-    return {"norm_before_residual": how.residual_norm} | {name: True for name, on in flags.items() if on}
 
 
 def listed(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
@@ -148,11 +153,6 @@ def listed(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
                 "drafter.taps from 1 to the number of layers less 1)"
             )
     return {LAYER_IDS: list(taps), "eagle_config": {LAYER_IDS: [tap - 1 for tap in taps]}}
-
-
-def with_membership(tensors: Tensors, vocab: int) -> Tensors:
-    """Return the tensors with the mask `t2d` [vocab] of the draft tokens, if they have the map `d2t`."""
-    return tensors | {"t2d": membership(tensors["d2t"], vocab)} if "d2t" in tensors else tensors
 
 
 def write_own(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
@@ -186,6 +186,34 @@ def order_doubts(ids: list | None) -> list[str]:
     return [f"the taps are read in the order listed, {ids}; vLLM and SGLang gather them in ascending order"]
 
 
+# ModelOpt
+
+
+def read_training(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    """Read an EAGLE-3 head from a ModelOpt training checkpoint, ignoring the tensors of the target."""
+    ours = {key.removeprefix(PREFIX): value for key, value in tensors.items() if key.startswith(PREFIX)}
+    return read_modelopt(config, {TRAINING_NAMES.get(key, key): value for key, value in ours.items()}, name)
+
+
+def read_modelopt(config: dict, tensors: Tensors, name: str) -> tuple[Eagle3Meaning, Tensors]:
+    """Read an EAGLE-3 head that ModelOpt exported. A file without `lm_head.weight` uses the target's head."""
+    meaning, tensors = read(config, renamed(tensors, "layers.0.", "midlayer."), name)
+    return dataclasses.replace(meaning, own_head="lm_head.weight" in tensors), tensors
+
+
+def write_training(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write an EAGLE-3 head under the names of a ModelOpt training checkpoint."""
+    config, tensors = write_modelopt(meaning, tensors, target)
+    back = {new.replace("midlayer.", "layers.0."): old for old, new in TRAINING_NAMES.items()}
+    return config, {PREFIX + back.get(key, key): value for key, value in tensors.items()}
+
+
+def write_modelopt(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
+    """Write an EAGLE-3 head as ModelOpt exports it, without the mask `t2d`."""
+    config, tensors = write(dataclasses.replace(meaning, own_head=True), tensors, target)
+    return config, renamed({key: t for key, t in tensors.items() if key != "t2d"}, "midlayer.", "layers.0.")
+
+
 OWN = Layout(
     "specdec",
     "ours: the EAGLE-3 layout, with taps by name",
@@ -196,4 +224,21 @@ OWN = Layout(
 )
 PUBLISHED = Layout(
     "eagle3", "EAGLE-3 as of EAGLE, SpecForge and SGLang", recognise, read, write, names_layers=True, doubts=doubts
+)
+SHARED: dict[str, Any] = {"shares_head": True, "names_layers": True, "doubts": doubts}
+MODELOPT = Layout(
+    "modelopt",
+    "EAGLE-3 as ModelOpt exports it",
+    lambda config, tensors: "layers.0.hidden_norm.weight" in tensors and config.get("speculators_model_type") is None,
+    read_modelopt,
+    write_modelopt,
+    **SHARED,
+)
+MODELOPT_TRAINING = Layout(
+    "modelopt-training",
+    "EAGLE-3 as ModelOpt trains it",
+    lambda config, tensors: any(name.startswith(PREFIX) for name in tensors),
+    read_training,
+    write_training,
+    **SHARED,
 )

@@ -88,9 +88,9 @@ def map_doubts(tensors: Tensors) -> list[str]:
     return ["the tokens of d2t are not in ascending order, as every known trainer writes them: it may be permuted"]
 
 
-def membership(d2t: Tensor, size: int) -> Tensor:
-    """t2d [V] bool from the offsets d2t [U]."""
-    return DraftVocab(size, ids_of(d2t)).contains()
+def with_membership(tensors: Tensors, size: int) -> Tensors:
+    """Return the tensors with the mask t2d [V] of the draft tokens, if they have the map d2t."""
+    return tensors | {"t2d": DraftVocab(size, ids_of(tensors["d2t"])).contains()} if "d2t" in tensors else tensors
 
 
 def map_readings(meaning, tensors: Tensors) -> list[Reading]:
@@ -110,9 +110,9 @@ def map_readings(meaning, tensors: Tensors) -> list[Reading]:
     for name, ids in ways.items():
         if len(ids) == len(d2t) and _are_tokens(ids, meaning.vocab) and not any(torch.equal(ids, s) for s in seen):
             seen.append(ids)
-            offsets = ids - torch.arange(len(ids))
-            changed = {"d2t": offsets} | ({"t2d": membership(offsets, meaning.vocab)} if "t2d" in tensors else {})
-            out.append(Reading(name, meaning, tensors | changed))
+            changed = tensors | {"d2t": ids - torch.arange(len(ids))}
+            changed = with_membership(changed, meaning.vocab) if "t2d" in tensors else changed
+            out.append(Reading(name, meaning, changed))
     return out
 
 

@@ -140,6 +140,11 @@ def shape_fields(shape: DraftShape) -> dict:
     }
 
 
+def renamed(tensors: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
+    """Return the tensors with the prefix `old` replaced by `new`."""
+    return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
+
+
 def dtype_name(tensor: Tensor) -> str:
     """Return the name of a tensor's dtype as configs spell it, for example 'bfloat16'."""
     return str(tensor.dtype).removeprefix("torch.")

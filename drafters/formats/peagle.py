@@ -20,7 +20,7 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats import eagle3, eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
-from specdec.drafters.formats.parts import Place, layer_parameters, rows_of
+from specdec.drafters.formats.parts import Place, layer_parameters, renamed, rows_of
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.peagle import PEagle
 from specdec.drafters.vocab import DraftVocab
@@ -152,13 +152,13 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tens
 
 def from_file(tensors: Tensors) -> Tensors:
     """The names and shapes in a file -> ours."""
-    tensors = speculators.renamed(tensors, "layers.0.", "midlayer.")
+    tensors = renamed(tensors, "layers.0.", "midlayer.")
     return tensors | ({MASK: tensors[MASK].flatten()} if MASK in tensors else {})
 
 
 def to_file(tensors: Tensors) -> Tensors:
     """Return the tensors under the names and shapes of a file, the reverse of `from_file`."""
-    return speculators.renamed(tensors, "midlayer.", "layers.0.") | {MASK: tensors[MASK].view(1, 1, -1)}
+    return renamed(tensors, "midlayer.", "layers.0.") | {MASK: tensors[MASK].view(1, 1, -1)}
 
 
 def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block: int | None, name: str):

@@ -16,7 +16,8 @@ import torch
 from specdec.drafters.formats import eagle3, eagle3_layout
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import Eagle3Meaning
-from specdec.drafters.formats.parts import dtype_name, shape_fields
+from specdec.drafters.formats.maps import with_membership
+from specdec.drafters.formats.parts import dtype_name, renamed, shape_fields
 from specdec.model.names import public_name
 
 OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"
@@ -60,11 +61,6 @@ def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | 
             },
         },
     }
-
-
-def renamed(tensors: Tensors, old: str, new: str) -> Tensors:
-    """Return the tensors with the prefix `old` replaced by `new`."""
-    return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
 
 
 # EAGLE-3
@@ -131,7 +127,7 @@ def spell(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
         "dtype": dtype_name(tensors["fc.weight"]),
         "transformer_layer_config": layer,
     }
-    return config, eagle3_layout.with_membership(renamed(tensors, "midlayer.", "layers.0."), meaning.vocab)
+    return config, with_membership(renamed(tensors, "midlayer.", "layers.0."), meaning.vocab)
 
 
 def doubts(config: dict) -> list[str]:

@@ -169,7 +169,7 @@ class NGram(Drafter):
 
     @override
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
-        if not isinstance(first, Matches) or children is not LIKELIEST or not first.hidden.is_cpu:
+        if not isinstance(first, Matches) or children is not LIKELIEST or not on_host(first.hidden):
             return super().chain(first, steps, children)
         text, lengths = first.text.numpy(), first.hidden[:, 0].numpy()
         ends = _ends(first.lens, lengths.shape[1])
@@ -224,7 +224,7 @@ class NGram(Drafter):
 
     def _root(self, text: Tensor, lens: Tensor, places: int) -> Matches:
         """The state at the end of rows text [B,S], lens [B], of which none has more than `places` + 1 tokens."""
-        if text.is_cpu:
+        if on_host(text):
             found = np.zeros((len(lens), 1, places), dtype=np.int64)
             for row, tokens, n in zip(found[:, 0], text.numpy(), _ends(lens, places), strict=True):
                 row[: n - 1] = match_lengths(tokens[:n], self.max_ngram)
@@ -259,6 +259,11 @@ def from_name(name: str, target) -> NGram | None:
     """'ngram' or 'ngram:MODE' -> that drafter; None for every other name."""
     kind, _, mode = name.partition(":")
     return create(target, mode=mode or "lookup") if kind == "ngram" else None
+
+
+def on_host(x: Tensor) -> bool:
+    """Can numpy read it in place?"""
+    return x.device.type == "cpu"
 
 
 def _ends(lens: Tensor, places: int) -> Array:

@@ -137,13 +137,20 @@ def random_tensors(shapes: dict, maps: tuple[str, ...] = (), dtype=torch.bfloat1
     return tensors | {name: values[name.split(".")[-1]] for name in maps}
 
 
+def permuted(offsets: bool, order: list[int] | torch.Tensor):
+    """A change of tensors that puts d2t in another order: its offsets, or their tokens."""
+
+    def change(tensors: dict) -> None:
+        d2t, places = tensors["d2t"], torch.arange(len(order))
+        tensors["d2t"] = d2t[order] if offsets else (d2t + places)[order] - places
+
+    return change
+
+
 def publish(folder, case: str):
     """Write the checkpoint of a case as its publisher would."""
     _, config, shapes, maps = PUBLISHED[case]
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(random_tensors(shapes, maps), folder / "model.safetensors")
-    return folder
+    return written(folder, config, random_tensors(shapes, maps))
 
 
 def make_target(**fields) -> Target:
@@ -156,7 +163,7 @@ def make_target(**fields) -> Target:
 
 
 def written(folder, config: dict, tensors: dict):
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors")
     return folder

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers import main_of, run_here, save_hf, tiny_drafter, tiny_target
-from published import CONFIG, PUBLISHED, H, U, V, make_target, mtp_shapes, random_tensors, without, written
+from published import CONFIG, PUBLISHED, H, U, V, make_target, mtp_shapes, permuted, random_tensors, without, written
 
 from specdec.drafters.formats import load_drafter, open_checkpoint
 from specdec.drafters.formats.convert import convert
@@ -31,17 +31,7 @@ def replace(name, make):
     return change
 
 
-def permuted(offsets):
-    """d2t [U] in another order: its offsets, or their tokens."""
-    order = torch.arange(U).roll(5)
-
-    def change(tensors):
-        d2t = tensors["d2t"]
-        tensors["d2t"] = d2t[order] if offsets else (d2t + torch.arange(U))[order] - torch.arange(U)
-
-    return change
-
-
+ROLLED = torch.arange(U).roll(5)
 # what is wrong -> case, change of the tensors, change of the config, words that name it
 DAMAGE = {
     "a tensor is missing": ("EAGLE", lambda t: t.pop("norm.weight"), {}, "norm.weight is missing"),
@@ -54,7 +44,7 @@ DAMAGE = {
     "NaN": ("EAGLE", put("fc.weight", NAN), {}, "fc.weight holds 1 NaN among"),
     "Inf": ("EAGLE-2 of Llama 2", put("fc.bias", -INF), {}, "fc.bias holds 1 Inf among"),
     "NaN under another name": ("speculators", put("layers.0.hidden_norm.weight", NAN), {}, "layers.0.hidden_norm"),
-    "offsets permuted": ("EAGLE", permuted(True), {}, "they have been permuted"),
+    "offsets permuted": ("EAGLE", permuted(True, ROLLED), {}, "they have been permuted"),
     "target ids": ("ModelOpt", replace("d2t", lambda t: t + torch.arange(U)), {}, "they look like target ids"),
     "a map of another target": ("EAGLE", replace("t2d", lambda t: t[:-1]), {}, "t2d speaks of 39 tokens"),
     "no rope": ("EAGLE", None, {"rope_theta": 0}, "rope_theta is 0"),
@@ -108,7 +98,7 @@ def test_tokens_out_of_order_are_a_doubt_and_an_embedding_that_is_not_read_may_h
     """Exporters have been seen to leave one unfilled."""
 
     def change(tensors):
-        permuted(False)(tensors)
+        permuted(False, ROLLED)(tensors)
         tensors["embed_tokens.weight"] = torch.full((V, 32), NAN)
 
     folder = damaged("EAGLE", change)
@@ -166,7 +156,7 @@ def test_a_target_with_nan_is_refused_unless_allowed(tmp_path, family, capfd):
     capfd.readouterr()  # notes of what transformers' modules decode
 
 
-def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, tmp_path):
+def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, drafter_path, target_path, tmp_path):
     folder = damaged("EAGLE", put("fc.weight", NAN))
     with pytest.raises(ValueError, match=r"fc.weight holds 1 NaN among 3072 values; .*--allow-nonfinite"):
         load_drafter(folder, make_target())
@@ -174,9 +164,6 @@ def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, tmp_path):
     assert drafter.fc.weight.isnan().sum() == 1
     with pytest.raises(ValueError, match="cannot be converted"):
         convert(folder, tmp_path / "there", "eagle3")
-
-
-def test_generate_refuses_nan_and_takes_it_if_asked(drafter_path, target_path, tmp_path):
     tensors = dict(read_tensors(drafter_path))
     put("fc.weight", NAN)(tensors)
     folder = written(tmp_path / "bad", json.loads((drafter_path / "config.json").read_text()), tensors)

@@ -1,6 +1,8 @@
 """The doctor distinguishes correct from wrong declarations of a checkpoint, on small trained heads."""
 
 import json
+import math
+import random
 import re
 from math import comb
 from types import SimpleNamespace
@@ -9,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import DRAFTERS, LEARNERS, main_of, save_hf, tiny_drafter, tiny_target
-from safetensors.torch import load_file, save_file
+from published import permuted, written
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import specdec
@@ -18,6 +21,7 @@ from specdec.drafters import eagle3
 from specdec.drafters.formats import check, load_drafter, open_checkpoint, save_drafter, verdict
 from specdec.drafters.formats.eagle3 import PROJECTIONS
 from specdec.drafters.formats.evidence import Followed
+from specdec.drafters.formats.taps import search_taps
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
@@ -100,11 +104,8 @@ def falsified(tmp_path):
         found = load_file(folder / "model.safetensors")
         if tensors:
             tensors(found)
-        (tmp_path / "config.json").write_text(
-            json.dumps({name: value for name, value in config.items() if fields.get(name, value) is not None})
-        )
-        save_file(found, tmp_path / "model.safetensors")
-        return tmp_path
+        stated = {name: value for name, value in config.items() if fields.get(name, value) is not None}
+        return written(tmp_path, stated, found)
 
     return make
 
@@ -126,9 +127,7 @@ def absolute_ids(tensors):
 
 def permute(offsets):
     def change(tensors):
-        d2t, places = tensors["d2t"], torch.arange(len(tensors["d2t"]))
-        order = torch.randperm(len(d2t), generator=torch.Generator().manual_seed(0))
-        tensors["d2t"] = d2t[order] if offsets else (d2t + places)[order] - places
+        permuted(offsets, torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(0)))(tensors)
 
     return change
 
@@ -271,6 +270,36 @@ def test_every_family_has_readings_that_load(kind, tmp_path):
     assert report["problems"] == []
     if kind in LEARNERS:  # of the others the file holds a head, or an embedding that counts by itself
         assert report["parameters"] == sum(p.numel() for p in drafter.parameters())
+
+
+# The search over taps finds the best ones of all without trying all, on scores as hidden states give them
+
+
+def landscape(true, noise):
+    """Score by the distance of each tap to the true one of its stream, the last stream counting most; noise falls from
+    stage to stage, as there is more text."""
+
+    def score(taps, stage):
+        shaken = random.Random(hash((taps, stage))).gauss(0, noise / 4**stage)
+        return shaken - sum((i + 1) * math.log1p(abs(a - b)) for i, (a, b) in enumerate(zip(taps, true, strict=True)))
+
+    return score
+
+
+@pytest.mark.parametrize(
+    ("states", "true"),
+    [(9, (2, 5, 8)), (33, (2, 16, 29)), (33, (29, 2, 16)), (81, (1, 40, 79)), (37, (2, 10, 18, 26, 34)), (81, (79,))],
+)
+def test_the_true_taps_are_found(states, true):
+    for noise in (0.0, 0.2):
+        found, tried = search_taps(landscape(true, noise), states, len(true))
+        assert found[0] == true
+        assert tried < 4000  # of 504 for the first, and up to 52 million
+
+
+def test_what_is_plausible_is_tried_even_if_the_grid_leaves_it_out():
+    only = (7, 31, 76)  # a needle: nothing around it says where it is
+    assert search_taps(lambda taps, stage: float(taps == only), 81, 3, [only])[0][0] == only
 
 
 # The command

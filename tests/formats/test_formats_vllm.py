@@ -1,21 +1,22 @@
 """What is written for vLLM is what vLLM reads: its arithmetic, written out here, gives from the file what our drafter
 gives. `scripts/check_in_vllm.py` tries the same in vLLM itself."""
 
-import dataclasses
 import json
+import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import save_hf
+from helpers import save_hf, tiny_target
 from published import make_target, publish
 from safetensors.torch import load_file, save_file
 
 import specdec
 from specdec.acceptance import FILE, read_acceptance
-from specdec.drafters import eagle, eagle3, medusa, mtp
-from specdec.drafters.formats import load_drafter, open_checkpoint, save_drafter
-from specdec.drafters.formats.convert import convert, export, without_a_form
+from specdec.drafters import dflash, eagle, eagle3, medusa, mtp
+from specdec.drafters.formats import FAMILIES, load_drafter, open_checkpoint, save_drafter
+from specdec.drafters.formats.convert import convert, export, start_command, without_a_form
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.loader import load_target
 from specdec.training.train import warn_of_servers
@@ -114,6 +115,8 @@ def test_vllm_fuses_what_it_gathers_as_we_do(kind, pair, tmp_path):
 def test_a_bias_of_fc_goes_into_an_embedding_of_the_heads_own(pair, tmp_path):
     folder, target, _ = pair
     drafter = randomized(eagle.create(target, init="random"))
+    _, tensors = written(eagle.create(target, fc_bias=False), target, tmp_path, folder)
+    assert "embed_tokens.weight" not in tensors, "without a bias it shares the target's"
     config, tensors = written(drafter, target, tmp_path, folder)
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["bias"], config["attention_bias"], config["qkv_bias"]) == (False, False, False)
@@ -135,12 +138,6 @@ def test_a_bias_of_fc_goes_into_an_embedding_of_the_heads_own(pair, tmp_path):
             to(tmp_path / "vllm", tmp_path / "no", name)
 
 
-def test_eagle_without_a_bias_shares_the_targets_embedding(pair, tmp_path):
-    folder, target, _ = pair
-    _, tensors = written(eagle.create(target, fc_bias=False), target, tmp_path, folder)
-    assert "embed_tokens.weight" not in tensors
-
-
 @pytest.mark.parametrize("kind", ["one block", "two blocks", "own matrices"])
 def test_medusa_in_the_words_of_vllm(kind, pair, tmp_path):
     folder, target, _ = pair
@@ -159,22 +156,6 @@ def test_medusa_in_the_words_of_vllm(kind, pair, tmp_path):
     hidden = torch.randn(1, 4, target.config.hidden)
     for one, other in zip(drafter.unroll(hidden, None, 3), again.unroll(hidden, None, 3), strict=True):
         assert torch.equal(one.logits, other.logits)
-
-
-def test_the_bundled_head_is_exported_with_its_last_tap(tmp_path):
-    """Its meaning survives: what is read back is the bundled head, tensor by tensor, and the target's output head."""
-    export(specdec.DEMO_TARGET.parent / "eagle3", tmp_path / "vllm", "vllm", specdec.DEMO_TARGET)
-    ours, theirs = open_checkpoint(specdec.DEMO_TARGET.parent / "eagle3"), open_checkpoint(tmp_path / "vllm")
-    assert theirs.meaning == dataclasses.replace(ours.meaning, own_head=True)
-    assert theirs.layout.name == "vllm"
-    copied = "embed_tokens.weight", "lm_head.weight"
-    held = {name: tensor for name, tensor in theirs.tensors.items() if name not in copied}
-    assert set(held) == set(ours.tensors)
-    assert all(torch.equal(held[name], tensor) for name, tensor in ours.tensors.items())
-    norm = load_file(tmp_path / "vllm" / "model.safetensors")["input_norm.weight"].view(3, -1)
-    final = load_file(specdec.DEMO_TARGET / "model.safetensors")["model.norm.weight"]
-    assert torch.equal(norm[2] / norm[0], final)
-    assert torch.equal(norm[0], norm[1])
 
 
 def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
@@ -302,3 +283,66 @@ def test_training_says_at_its_start_which_servers_could_not_load_the_drafter(pai
             with pytest.raises(ValueError, match=r".") as refused:
                 export(tmp_path / name, tmp_path / f"{name}, {server}", server, folder)
             assert str(refused.value).split(": ")[0] in reasons[server], name
+
+
+# What starts a server with an export: as `scripts/check_in_vllm.py` starts vLLM's engine, and by SGLang's flags
+
+# A drafter -> vLLM's method and number of tokens (heads of Medusa, slots of a block), and SGLang's algorithm.
+STARTED = {
+    "eagle3": ("eagle3", 3, "EAGLE3"),
+    "eagle2": ("eagle", 3, "EAGLE"),
+    "medusa": ("medusa", 3, None),
+    "dflash": ("dflash", 5, "DFLASH"),
+    "dspark": ("dspark", 5, "DSPARK"),
+}
+MARKOV = {"label": "p+k+1", "conditional": "markov", "rank": 4, "confidence": True}
+MADE = {  # of those that are not bundled
+    "medusa": lambda target: medusa.create(target, heads=3),
+    "dflash": lambda target: dflash.create(target, layers=1, taps=2, block_size=6),
+    "dspark": lambda target: dflash.create(target, layers=1, taps=2, block_size=5, **MARKOV),
+}
+
+
+@pytest.mark.parametrize("name", STARTED)
+def test_what_starts_a_server(name, tmp_path):
+    (method, count, algorithm), folder = STARTED[name], tmp_path / "a head"
+    place = specdec.DEMO_TARGET.parent / name
+    if name in MADE:
+        save_drafter(MADE[name](target := tiny_target()), place := tmp_path / name, target)
+    checkpoint = open_checkpoint(place)
+    words = shlex.split(start_command("vllm", checkpoint, folder, "some/target"))
+    assert words[:4] == ["vllm", "serve", "some/target", "--speculative-config"]
+    assert json.loads(words[4]) == {"method": method, "num_speculative_tokens": count, "model": str(folder)}
+    said = start_command("sglang", checkpoint, folder, "T")
+    if algorithm is None:
+        assert said is None
+        return
+    words = shlex.split(said)
+    assert words[:5] == ["python", "-m", "sglang.launch_server", "--model-path", "T"]
+    assert words[5:9] == ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(folder)]
+    flags = dict(zip(words[9::2], words[10::2], strict=True))
+    steps, tokens = (flags.get(f"--speculative-num-{what}") for what in ("steps", "draft-tokens"))
+    assert (steps, tokens) == (("3", "4") if name.startswith("eagle") else (None, None))  # a block says it itself
+
+
+@pytest.mark.parametrize(("title", "method"), [("P-EAGLE", "eagle3"), ("PARD", "draft_model")])
+def test_vllm_gets_the_mask_rows(title, method, tmp_path):
+    (family,) = (family for family in FAMILIES if family.title == title)
+    config = json.loads(
+        shlex.split(start_command("vllm", SimpleNamespace(family=family, meaning=None), tmp_path, "T"))[4]
+    )
+    assert (config["method"], config["parallel_drafting"]) == (method, True)
+    assert all(bool(family.method) == ("vllm" in family.servers) for family in FAMILIES)
+
+
+def test_sglang_gets_the_tokens_that_a_head_proposes(tmp_path):
+    """They are a list in a pickle in the head's folder, which a later export of all tokens removes."""
+    target, there = tiny_target(), tmp_path / "there"
+    for ids in ([5, 2, 9, 11], None):
+        some = DraftVocab(target.vocab, ids and torch.tensor(ids))
+        save_drafter(eagle.create(target, vocab=some), tmp_path / "saved", target)
+        words = shlex.split(start_command("sglang", export(tmp_path / "saved", there, "sglang"), there, "some/target"))
+        assert ("--speculative-token-map" in words) == (there / "token_map.pt").exists() == (ids is not None)
+        if ids is not None:
+            assert words[-2:] == ["--speculative-token-map", str(there / "token_map.pt")]
+            assert torch.load(there / "token_map.pt", weights_only=True) == ids

@@ -11,10 +11,8 @@ from helpers import LEARNERS, main_of, run_here, tiny_drafter, tiny_target
 import specdec
 from specdec.cli.reading import pieces_of
 from specdec.drafters.layers import restrict
-from specdec.engine.engine import Engine
 from specdec.model.loader import load_texts
 from specdec.training import count as module
-from specdec.trees import Chain, DynamicTree
 
 count = main_of("data count")
 
@@ -39,18 +37,6 @@ def test_restricted_logits_are_columns_of_the_full_ones(kind, own_vocab):
         logits.append(drafter.admit(0, first, feats, tokens, torch.tensor([5])).logits[0, 0])
     columns = [list(known).index(i) for i in expected]
     torch.testing.assert_close(logits[1], logits[0][columns], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("tree", [Chain(4), DynamicTree(3, 3, 10)])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle", "mtp", "medusa"])
-def test_output_does_not_change(kind, tree):
-    target = tiny_target()
-    drafter = tiny_drafter(target, kind=kind)
-    restrict(drafter, MAP)
-    prompts = [[3, 5, 7], [1, 2]]
-    plain = Engine(target).generate(prompts, max_new_tokens=40)
-    fast = Engine(target, drafter, tree).generate(prompts, max_new_tokens=40)
-    assert [r.tokens for r in fast.rows] == [r.tokens for r in plain.rows]
 
 
 def test_a_map_of_strangers_is_refused():

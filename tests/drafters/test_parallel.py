@@ -102,28 +102,6 @@ def test_no_slot_sees_the_future(kind):
     assert not torch.equal(next(drafter.unroll(feats, tokens, 1)).logits[:, 5], after[0])
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
-@torch.no_grad()
-def test_extending_in_pieces_equals_extending_at_once(kind):
-    """What mask rows and padding leave in the cache is overwritten, and ragged rows do not disturb each other."""
-    drafter = tiny_parallel(tiny_target(), kind)
-    feats, tokens = torch.randn(2, 9, len(drafter.taps) * 32), torch.randint(17, (2, 9))
-    first = torch.tensor([3, 4])
-    drafter.reset(2, 64)
-    whole = drafter.admit(0, first, feats, tokens, torch.tensor([9, 9])).logits
-    drafter.reset(2, 64)
-    done = torch.tensor([3, 2])
-    drafter.admit(0, first, feats[:, :4], tokens[:, :4], done)
-    for n in (torch.tensor([2, 3]), torch.tensor([4, 0]), torch.tensor([0, 4])):
-        at = (done[:, None] + torch.arange(4)).clamp(max=8)
-        piece = feats.gather(1, at[..., None].expand(-1, -1, feats.shape[-1])), tokens.gather(1, at), n
-        state, done = drafter.extend(*piece, 13), done + n
-        for row in range(2):
-            if n[row] and done[row] == 9:
-                assert_close_in_fp32(state.logits[row], whole[row])
-    assert done.tolist() == [9, 9]
-
-
 @torch.no_grad()
 def test_a_whole_model_becomes_a_drafter(tmp_path):
     """The first slot is the model's own next token; as its own target's drafter it is always right there."""

@@ -2,7 +2,22 @@
 
 import pytest
 import torch
-from helpers import BLOCKS, DRAFTERS, LEARNERS, MORE_BLOCKS, tiny_block, tiny_drafter, tiny_target
+from helpers import (
+    BLOCKS,
+    DRAFTERS,
+    LEARNERS,
+    MORE_BLOCKS,
+    PARALLEL,
+    assert_close_in_fp32,
+    tiny_block,
+    tiny_drafter,
+    tiny_parallel,
+    tiny_target,
+)
+
+from specdec.children import LIKELIEST
+from specdec.contracts import Drafter
+from specdec.drafters.recurrent import RecurrentDrafter
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
@@ -68,25 +83,30 @@ def test_a_slot_in_training_is_the_slot_in_decoding(prefix, kind):
     torch.testing.assert_close(again.logits[:, prefix - 1], unrolled[0].logits[:, prefix - 1], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("kind", [*LEARNERS, *BLOCKS, *PARALLEL])
 @torch.no_grad()
 def test_extending_in_pieces_equals_extending_at_once(kind):
-    """Ragged pieces of committed positions leave the same cache as one prefill; drafted entries leave no trace."""
+    """What a tree, mask rows and padding leave in the cache is overwritten. Ragged rows do not disturb each other."""
     target = tiny_target()
-    drafter = tiny_drafter(target, kind=kind)
-    torch.manual_seed(0)
-    feats, tokens = torch.randn(1, 9, len(drafter.taps) * target.config.hidden), torch.randint(17, (1, 9))
-    drafter.reset(1, 64)
-    whole = drafter.admit(0, torch.zeros(1, dtype=torch.int64), feats, tokens, torch.tensor([9]))
-    drafter.reset(1, 64)
-    done = 0
-    for count in (4, 1, 4):
-        padded = slice(done, min(done + 5, 9))  # more than is absorbed: the rest is scratch
-        piece = feats[:, padded], tokens[:, padded], torch.tensor([count])
-        state = drafter.extend(*piece, done + 5) if done else drafter.admit(0, tokens[:, 0], *piece)
-        done += count
-        drafter.step(tokens[:, :1].expand(1, 2), state.hidden.expand(1, 2, -1), 1, torch.eye(2, dtype=torch.bool)[None])
-    torch.testing.assert_close(state.logits, whole.logits, rtol=0, atol=1e-5)
+    drafter = tiny_parallel(target, kind) if kind in PARALLEL else DRAFTERS[kind](target)
+    feats, tokens = torch.randn(2, 9, len(drafter.taps) * 32), torch.randint(17, (2, 9))
+    first = torch.tensor([3, 4])
+    drafter.reset(2, 64)
+    whole = drafter.admit(0, first, feats, tokens, torch.tensor([9, 9])).logits
+    drafter.reset(2, 64)
+    done = torch.tensor([3, 2])
+    state = drafter.admit(0, first, feats[:, :4], tokens[:, :4], done)
+    for n in (torch.tensor([2, 3]), torch.tensor([4, 0]), torch.tensor([0, 4])):
+        if drafter.block is None:
+            own = torch.eye(2, dtype=torch.bool).expand(2, 2, 2)
+            drafter.step(tokens[:, :2], state.hidden.expand(2, 2, -1), 1, own)
+        at = (done[:, None] + torch.arange(4)).clamp(max=8)  # more than is absorbed: the rest is scratch
+        piece = feats.gather(1, at[..., None].expand(-1, -1, feats.shape[-1])), tokens.gather(1, at), n
+        state, done = drafter.extend(*piece, 13), done + n
+        for row in range(2):
+            if n[row] and done[row] == 9:
+                assert_close_in_fp32(state.logits[row], whole[row])
+    assert done.tolist() == [9, 9]
 
 
 @pytest.mark.parametrize("documents", [False, True])
@@ -123,3 +143,45 @@ def test_what_learns_is_not_the_target(name):
     shared = {weight.untyped_storage().data_ptr() for weight in target.parameters()}
     learns = {at: weight for at, weight in drafter.named_parameters() if weight.requires_grad}
     assert not [at for at, weight in learns.items() if weight.untyped_storage().data_ptr() in shared]
+
+
+# A recurrent drafter makes what all levels of a chain need at once: that changes no bit of the chain
+
+LENS, STEPS = (9, 4, 1), 5
+
+
+def drafted(drafter: RecurrentDrafter, chain) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Tokens, log-probabilities, and what the cache holds afterwards, by one of two `chain` methods."""
+    torch.manual_seed(3)
+    rows, longest = len(LENS), max(LENS)
+    width = len(drafter.taps) * drafter.shape.hidden
+    feats, tokens = torch.randn(rows, longest, width), torch.randint(drafter.vocab.target_size, (rows, longest))
+    drafter.reset(rows + 1, longest + STEPS)  # a row more than are in use
+    state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor(LENS))
+    found = chain(drafter, state, STEPS, LIKELIEST)
+    return *found, drafter.cache.memory
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("draft_vocab", [None, 7])
+@pytest.mark.parametrize("kind", [kind for kind in LEARNERS if "medusa" not in kind])
+def test_a_chain_is_its_levels_one_by_one(kind, draft_vocab):
+    drafter = tiny_drafter(tiny_target(), draft_vocab=draft_vocab, kind=kind)
+    at_once, one_by_one = (drafted(drafter, of.chain) for of in (type(drafter), Drafter))
+    assert type(drafter).chain is RecurrentDrafter.chain
+    assert not drafter.ahead, "a tree drafted next would go by the chain's places"
+    for ours, theirs in zip(at_once[:2], one_by_one[:2], strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(at_once[2], one_by_one[2], strict=True))
+
+
+@torch.inference_mode()
+def test_a_chain_that_fails_leaves_nothing_behind():
+    drafter = tiny_drafter(tiny_target())
+
+    def fails(*inputs):
+        raise RuntimeError("no children")
+
+    with pytest.raises(RuntimeError, match="no children"):
+        drafted(drafter, lambda drafter, state, *rest: drafter.chain(state, 3, type("Fails", (), {"best": fails})()))
+    assert not drafter.ahead

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_drafter, tiny_target
+from helpers import tiny_drafter, tiny_target
 from safetensors.torch import load_file
 
 from specdec.children import Drawn, children_of
@@ -101,16 +101,6 @@ def test_scores_and_the_drawing_by_hand():
 def test_ties_never_orphan_a_node(logits, n):
     """With log-probability 0 a child scores as its parent; EAGLE's own selection attaches it to a wrong parent then."""
     check_invariants(grow(DynamicTree(topk=3, steps=3, num_draft_tokens=n), logits), n)
-
-
-@pytest.mark.parametrize(
-    "policy", [DynamicTree(2, 2, 7), DynamicTree(3, 4, 20), DynamicTree(1, 4, 5), DynamicTree(4, 1, 5), Chain(3)]
-)
-@torch.inference_mode()
-def test_invariants_with_a_real_drafter(policy):
-    target = tiny_target()
-    drafter = tiny_drafter(target, draft_vocab=8)
-    check_invariants(policy.grow(drafter, *start(drafter, target)), policy.num_draft_tokens)
 
 
 @pytest.mark.parametrize(
@@ -280,14 +270,3 @@ def test_a_heap_finds_the_same(topk, steps, nodes):
         assert set(ranks) == expected
         scores = [sum(logp[row, d, token] for d, token in enumerate(path)) for path in ours]
         torch.testing.assert_close(tree.logq[row, 1:], torch.stack(scores))
-
-
-@torch.inference_mode()
-def test_it_holds_the_best_of_a_dynamic_tree():
-    """Over the same block the dynamic tree with as many children keeps no likelier paths."""
-    target = tiny_target()
-    sums = []
-    for policy in (BlockTree(6, 5, 12), DynamicTree(6, 5, 12)):
-        drafter = DRAFTERS["dflash"](target)
-        sums.append(policy.grow(drafter, *start(drafter, target)).logq.exp().sum(1))
-    assert (sums[0] >= sums[1] - 1e-6).all()

@@ -142,11 +142,7 @@ class BlockDrafter(CachedDrafter):
         return self.confidence is not None
 
     def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
-        """Return logits [B,n] of the acceptance of the first n slots, given their tokens [B,n].
-
-        Raises:
-            ValueError: The drafter has no confidence head.
-        """
+        """Return logits [B,n] of the acceptance of the first n slots, given their tokens [B,n]."""
         if self.confidence is None:
             raise ValueError("this drafter has no confidence head to cut proposals by")
         before = first.hidden

@@ -108,9 +108,7 @@ def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -
     """Load the language model of a checkpoint folder or hub name on the target's device.
 
     A transformers model in memory has no tokenizer to compare, so its vocabulary must be as large as the target's.
-
-    Raises:
-        ValueError: As for `create`.
+    Raises ValueError as `create` does.
     """
     if not isinstance(path, str | os.PathLike):
         model, path = load_target(path, allow_nonfinite=allow_nonfinite).to(target.device), type(path).__name__

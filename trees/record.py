@@ -197,7 +197,7 @@ class _Drafting:
     def _draft_roots(self, state: DraftState, following: Tensor, children: Children) -> None:
         """Draft at one root of every row. following [B,D]: the tokens of the text after it."""
         vocab = self.drafter.vocab
-        self._along(state, following, children)
+        self._put("ranks", self._ranks_along(state, following, children))
         if state.levels is not None:
             self._put("levels", state.levels)
         if self.slots:
@@ -209,10 +209,14 @@ class _Drafting:
             pool = tree.expand(self.drafter, state, children)
             self._put(f"dynamic.{topk}", tree.ranks_along(pool, following))
 
-    def _along(self, state: DraftState, following: Tensor, children: Children) -> None:
-        """Ranks of the text's tokens among the children of a drafter that is fed the text itself."""
-        ids, ranks = self.drafter.vocab.from_target(following), []
-        for depth, here in enumerate(_levels_along(self.drafter, state, following)):
+    def _ranks_along(self, first: DraftState, following: Tensor, children: Children) -> Tensor:
+        """[B,D] ranks of the text's tokens among the children of a drafter that is fed the text itself."""
+        ids, ranks, here = self.drafter.vocab.from_target(following), [], self.drafter.root(first)
+        ancestors = torch.ones(len(following), 1, self.steps, dtype=torch.bool, device=self.device)
+        for depth in range(self.steps):
+            if depth:
+                token = following[:, depth - 1 : depth]
+                here = self.drafter.expand(first, token, here.hidden, depth, ancestors[..., :depth])
             logits, draft_id = here.logits.float().log_softmax(-1), ids[:, depth : depth + 1]
             if isinstance(children, Coupled):
                 logits = children.scores(logits, self.drafter.vocab, depth)
@@ -221,7 +225,7 @@ class _Drafting:
             before = torch.arange(scores.shape[1], device=scores.device) < draft_id
             rank = ((scores > own) | ((scores == own) & before)).sum(1)
             ranks.append(torch.where(draft_id[:, 0] >= 0, rank, NOWHERE))
-        self._put("ranks", torch.stack(ranks, 1))
+        return torch.stack(ranks, 1)
 
     def _features(self, pieces: Sequence[_Piece], rows: list[list[int]], longest: int) -> Tensor | None:
         """The target's features [B,longest,F] of the rows; None for drafters without taps. Each text is run once."""
@@ -251,13 +255,3 @@ def _states_along(
         absorbed = None if feats is None else feats.gather(1, at[..., None].expand(-1, -1, feats.shape[-1]))
         most = min(first + n + 1, texts.shape[1] - 1)  # the row that starts last need not have the most roots
         state = drafter.extend(absorbed, texts.gather(1, at + 1), (n + 1 < count).long(), most)
-
-
-def _levels_along(drafter: Drafter, first: DraftState, tokens: Tensor) -> Iterator[DraftState]:
-    """The drafter's states on the levels after a root of each text, tokens [B,D] of the text itself fed back."""
-    state = drafter.root(first)
-    for depth in range(1, tokens.shape[1] + 1):
-        yield state
-        if depth < tokens.shape[1]:
-            ancestors = torch.ones(len(tokens), 1, depth, dtype=torch.bool, device=tokens.device)
-            state = drafter.expand(first, tokens[:, depth - 1 : depth], state.hidden, depth, ancestors)

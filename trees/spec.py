@@ -167,16 +167,8 @@ def grid(
 ) -> list[str]:
     """Return the texts of all combinations, in order and without duplicates, including trees that cannot be built.
 
-    A chain (topk 1) has steps + 1 nodes, for any num_draft_tokens.
-
-    Args:
-        topk: Numbers of children per node.
-        steps: Numbers of levels.
-        num_draft_tokens: Numbers of nodes, including the root.
-        block: Make block trees of all combinations but chains.
-
-    Raises:
-        ValueError: A number is not a positive whole number.
+    A chain (topk 1) has steps + 1 nodes, for any num_draft_tokens. block: make block trees of all others. Raises
+    ValueError unless all numbers are positive whole numbers.
     """
     axes = [_numbers(name, axis) for name, axis in zip(WORDS, (topk, steps, num_draft_tokens), strict=True)]
     kind = "block " if block else ""
@@ -201,11 +193,7 @@ class TreeSettings:
         return self.tree == AUTO or self == TreeSettings(children=self.children)
 
     def make(self) -> Tree:
-        """Return the tree that these settings name, or the default if it is to be chosen later.
-
-        Raises:
-            ValueError: The settings contradict each other, or name no tree.
-        """
+        """Return the tree that these settings name, or the default if it is to be chosen later."""
         if self.automatic:
             return DynamicTree()
         return make_tree(self.topk, self.steps, self.num_draft_tokens, self.sample_draft, self.tree)

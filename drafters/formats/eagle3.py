@@ -67,10 +67,7 @@ def parameters(drafter: Eagle3) -> dict[str, Place]:
 def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, Tensors]:
     """Return the same head with its taps in ascending order, the order in which servers gather them.
 
-    The columns of `fc` and the norms of the taps are permuted accordingly.
-
-    Raises:
-        ValueError: A tap is listed twice.
+    The columns of `fc` and the norms of the taps are permuted accordingly. Raises ValueError for a tap listed twice.
     """
     taps = meaning.taps
     if taps is None or all(a < b for a, b in itertools.pairwise(taps)):

@@ -139,10 +139,7 @@ def listed(taps: tuple[int, ...] | None, target: TargetFacts | None) -> dict:
     """Return the config fields that list the taps, or {} for the published default.
 
     The taps are listed as layer outputs where SGLang, SpecForge and ModelOpt look, and as layer inputs where vLLM looks
-    first.
-
-    Raises:
-        ValueError: A tap is a hidden state that is no layer's output.
+    first. Raises ValueError for a tap that is no layer's output.
     """
     if taps is None:
         return {}

@@ -163,9 +163,8 @@ class InsideFamily(Family):
     def construct(self, meaning: InsideMeaning, tensors: Tensors, target, name: str) -> Mtp:
         """Build the drafter from the MTP tensors of the target's checkpoint.
 
-        Raises:
-            ValueError: The tensors do not fit, or the block is not grouped-query attention with a dense or
-                mixture-of-experts MLP.
+        Raises ValueError unless the tensors fit a block of grouped-query attention and a dense or mixture-of-experts
+        MLP.
         """
         shape = _shape(meaning.config, name)
         check_faults(shape_faults(shape), name)

@@ -85,8 +85,7 @@ class RecipeFamily(Family):
 def _creator(named: str, name: str) -> Callable:
     """Return the function that a recipe names, of the checkpoint `name`.
 
-    Raises:
-        ValueError: The user has neither installed nor passed the code. A checkpoint must not choose which code runs.
+    A checkpoint must not choose which code runs: the user must have installed the code or passed it.
     """
     # Checkpoints of specdec 0.1 name `drafters.NAME.create`.
     module, _, function = (f"specdec.{named}" if named.startswith("drafters.") else named).rpartition(".")

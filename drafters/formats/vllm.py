@@ -34,8 +34,7 @@ SHARED_HEAD = "lm_heads.0.weight"
 def write_eagle3(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """Write an EAGLE-3 head for vLLM, with an embedding, and with norms if it reads the state after the final norm.
 
-    Raises:
-        ValueError: There is no target, or the head reads the state after the final norm and has no norm for each tap.
+    Raises ValueError without a target, or if a head that reads that state has no norm for each tap.
     """
     target = needed(target)
     if not meaning.own_embedding:

@@ -19,15 +19,29 @@ from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import HEADS, Confidence, head_of
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors
-from specdec.drafters.formats.dflash_names import CONVOLUTIONS, parameters
 from specdec.drafters.formats.maps import describe_vocab, map_fault, read_vocab
-from specdec.drafters.formats.parts import describe_shape, read_shape, rows_of, shape_faults, shape_fields
+from specdec.drafters.formats.parts import Place, describe_shape, layer_parameters, read_shape, rows_of, shape_faults
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
+from specdec.model.checkpoint import whole
 
 MARKOV = {"vanilla": "markov", "gated": "markov_gated", "rnn": "markov_rnn"}  # `markov_head_type` -> our name
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, frozen
 SERVERS = {"vllm": ("vLLM", (None, "markov")), "sglang": ("SGLang", (None, "markov", "domino"))}  # heads they know
+
+# Published names of the tensors: of a conditional head, and of parts that are published without `.weight`
+PARTS = {
+    "markov": {"embed": "markov_head.markov_w1", "head": "markov_head.markov_w2"},
+    "domino": {"down": "embed_proj.0", "head": "embed_proj.2"},
+}
+PARTS["markov_gated"] = PARTS["markov"] | {"gate": "markov_head.gate_proj"}
+PARTS["markov_rnn"] = PARTS["markov"] | {"joint": "markov_head.joint_proj"}
+PARTS["selector"] = {"slot": "candidate_selector.hidden_projection"}
+BARE = {
+    "domino": {"token": "prefix_gru.weight_ih_l0", "past": "prefix_gru.weight_hh_l0"},
+    "selector": {"embed": "candidate_selector.predecessor_codebook", "head": "candidate_selector.successor_codebook"},
+}
+CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
 @dataclass(frozen=True)
@@ -116,34 +130,24 @@ def outputs(config: dict, name: str) -> tuple[int, ...]:
     return tuple(i + 1 for i in ids)
 
 
-def layer_fields(meaning: BlockMeaning) -> dict:
-    """The config of the layers, as Qwen3's."""
-    how, kinds = meaning.forward, ("full_attention", "sliding_attention")
-    return shape_fields(meaning.shape) | {
-        "model_type": "qwen3",
-        "num_hidden_layers": meaning.layers,
-        "vocab_size": meaning.vocab,
-        "attention_bias": False,
-        "layer_types": [kinds[sliding] for sliding in how.sliding or (False,) * meaning.layers],
-        "sliding_window": how.window,
-        "use_sliding_window": any(how.sliding),
-    }
-
-
-def head_fields(meaning: BlockMeaning) -> dict:
-    """The fields of the heads after the backbone."""
-    if meaning.conditional == "selector":
-        return {"selector_rank": meaning.rank, "selector_top_k": meaning.head["candidates"]}
-    if meaning.conditional == "domino":
-        settings = {"gru_hidden_dim": meaning.head["state"], "pure_draft_prefix_len": meaning.head["prefix"]}
-        return {"emb_dim": meaning.rank, **settings}
-    names = {ours: theirs for theirs, ours in MARKOV.items()}
-    return {
-        "markov_rank": meaning.rank,
-        "markov_head_type": names[meaning.conditional] if meaning.conditional else "vanilla",
-        "enable_confidence_head": meaning.confidence is not None,
-        "confidence_head_with_markov": bool(meaning.confidence),
-    }
+def parameters(drafter: BlockDrafter) -> dict[str, Place]:
+    """Published tensor names -> their rows in our modules."""
+    out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
+    for i, layer in enumerate(drafter.layers):
+        out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
+        for convolution, name in zip(layer.convolutions or (), CONVOLUTIONS, strict=False):
+            out[f"layers.{i}.{name}.base_kernel"] = convolution.shares, 0, len(convolution.shares)
+            out |= whole(convolution.groups, f"layers.{i}.{name}.kernel_projection")
+    if (head := drafter.conditional) is not None:
+        kind = next(name for name, one in HEADS.items() if type(head) is one)
+        for part, name in PARTS[kind].items():
+            out |= whole(getattr(head, part), name)
+        for part, name in BARE.get(kind, {}).items():
+            weight = getattr(head, part).weight
+            out[name] = weight, 0, len(weight)
+    if drafter.confidence is not None:
+        out |= whole(drafter.confidence.proj, "confidence_head.proj")
+    return out | whole(drafter.head, "lm_head")
 
 
 class BlockFamily(Family):

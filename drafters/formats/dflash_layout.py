@@ -19,10 +19,10 @@ from typing import Any
 
 from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, write_only
-from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, head_fields, layer_fields, meaning_of, outputs
+from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, meaning_of, outputs
 from specdec.drafters.formats.eagle3_layout import check_list
 from specdec.drafters.formats.maps import with_membership
-from specdec.drafters.formats.parts import dtype_name
+from specdec.drafters.formats.parts import dtype_name, shape_fields
 from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
 
 PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
@@ -68,6 +68,36 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
         config["is_causal"] = False
     config |= {"num_target_layers": target.layers if target else None, "dflash_config": fields}
     return config | {"dtype": dtype_name(tensors["norm.weight"])}, tensors
+
+
+def layer_fields(meaning: BlockMeaning) -> dict:
+    """The config of the layers, as Qwen3's."""
+    how, kinds = meaning.forward, ("full_attention", "sliding_attention")
+    return shape_fields(meaning.shape) | {
+        "model_type": "qwen3",
+        "num_hidden_layers": meaning.layers,
+        "vocab_size": meaning.vocab,
+        "attention_bias": False,
+        "layer_types": [kinds[sliding] for sliding in how.sliding or (False,) * meaning.layers],
+        "sliding_window": how.window,
+        "use_sliding_window": any(how.sliding),
+    }
+
+
+def head_fields(meaning: BlockMeaning) -> dict:
+    """The fields of the heads after the backbone."""
+    if meaning.conditional == "selector":
+        return {"selector_rank": meaning.rank, "selector_top_k": meaning.head["candidates"]}
+    if meaning.conditional == "domino":
+        settings = {"gru_hidden_dim": meaning.head["state"], "pure_draft_prefix_len": meaning.head["prefix"]}
+        return {"emb_dim": meaning.rank, **settings}
+    names = {ours: theirs for theirs, ours in MARKOV.items()}
+    return {
+        "markov_rank": meaning.rank,
+        "markov_head_type": names[meaning.conditional] if meaning.conditional else "vanilla",
+        "enable_confidence_head": meaning.confidence is not None,
+        "confidence_head_with_markov": bool(meaning.confidence),
+    }
 
 
 def convolution_fields(how: BlockForward) -> dict:

@@ -12,8 +12,7 @@ from specdec.contracts import DraftState
 from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import HEADS, Confidence, Domino
 from specdec.drafters.dflash import BlockDrafter
-from specdec.drafters.formats.dflash import MARKOV
-from specdec.drafters.formats.dflash_names import BARE, PARTS
+from specdec.drafters.formats.dflash import BARE, MARKOV, PARTS
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.layers import Linear
 from specdec.trees.chain import Chain

@@ -15,7 +15,7 @@ from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import Domino
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats import pard, peagle
-from specdec.drafters.formats.dflash_names import parameters
+from specdec.drafters.formats.dflash import parameters
 from specdec.training.objectives import parallel
 from specdec.training.objectives.anchors import gathered, slots
 from specdec.training.objectives.block import BlockObjective

@@ -268,11 +268,8 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
         return named
     folder = resolve(path)
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
-    if mtp_inside.LAYOUT.recognise(config, held) or pard.LAYOUT.recognise(
-        config, held
-    ):  # then it is loaded for more than itself
-        return None
-    if not draft_model.is_language_model(config, held):
+    more = any(layout.recognise(config, held) for layout in (mtp_inside.LAYOUT, pard.LAYOUT))  # than a language model
+    if more or not draft_model.is_language_model(config, held):
         return None
     return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)
 

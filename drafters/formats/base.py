@@ -284,18 +284,15 @@ def check_target(hidden: int | None, vocab: int | None, target, name: str) -> No
 def differences(family: Family, meaning, tensors: Tensors) -> list[str]:
     """The tensors that keep a checkpoint from loading: those that are missing, left over or of another shape."""
     wanted = family.expected(meaning, tensors)
-    extra = sorted(set(tensors) - set(wanted) - set(family.optional))
-    return (
-        [f"{name} is missing" for name in sorted(set(wanted) - set(tensors))]
-        + [f"{name} is left over" for name in extra]
-        + [
-            f"{name} holds whole numbers, and no weights"
-            for name in sorted(wanted)
-            if name in tensors and not tensors[name].is_floating_point() and name not in ("d2t", "draft_ids")
-        ]
-        + [
-            f"{name} has shape {list(tensors[name].shape)}, the config asks for {list(shape)}"
-            for name, shape in sorted(wanted.items())
-            if name in tensors and tensors[name].shape != shape
-        ]
-    )
+    there = [(name, tensors[name], shape) for name, shape in sorted(wanted.items()) if name in tensors]
+    weights = [(name, tensor) for name, tensor, _ in there if name not in ("d2t", "draft_ids")]
+    return [
+        *(f"{name} is missing" for name in sorted(set(wanted) - set(tensors))),
+        *(f"{name} is left over" for name in sorted(set(tensors) - set(wanted) - set(family.optional))),
+        *(f"{name} holds whole numbers, and no weights" for name, tensor in weights if not tensor.is_floating_point()),
+        *(
+            f"{name} has shape {list(tensor.shape)}, the config asks for {list(shape)}"
+            for name, tensor, shape in there
+            if tensor.shape != shape
+        ),
+    ]

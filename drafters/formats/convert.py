@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -94,26 +96,24 @@ def without_a_form(drafter: Drafter, target) -> dict[str, str]:
     meaning, tensors = family.dismantle(drafter, target)
     tensors = {name: t if name.endswith(MAPS) else t.to("meta") for name, t in tensors.items()}
     for server in SERVERS:
-        said = []
-        for attempt in (_refused, _unsaid):
-            try:
-                attempt(server, family, meaning, tensors, facts)
-            except ValueError as error:
-                said.append(str(error))
+        said: list[str] = []
+        with _noted(said):
+            layout_for(server, family)
+            family.refuse(server, meaning)
+        with _noted(said):
+            layout = layout_for(server, family)
+            layout.write(*_with_head(meaning, tensors, layout, facts), facts)
         if said:
             reasons[server] = "; ".join(dict.fromkeys(said))
     return reasons
 
 
-def _refused(server: str, family: Family, meaning, tensors: Tensors, facts: TargetFacts) -> None:
-    layout_for(server, family)
-    family.refuse(server, meaning)
-
-
-def _unsaid(server: str, family: Family, meaning, tensors: Tensors, facts: TargetFacts) -> None:
-    layout = layout_for(server, family)
-    meaning, tensors = _with_head(meaning, tensors, layout, facts)
-    layout.write(meaning, tensors, facts)
+@contextmanager
+def _noted(said: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        said.append(str(error))
 
 
 def _write(

@@ -37,13 +37,9 @@ def as_text(report: dict) -> str:
     report["parameters"] = f"{report['parameters'] / 1e6:,.2f} M, and {report.pop('embedding_parameters') / 1e6:,.2f} M"
     report["parameters"] += " of embeddings in the file"
     found, known = report.pop("problems"), report.pop("tensors_known")
-    problems = "; ".join(found) or _none_found(known, "doubts" in report)
+    looked_at = "all tensors are there and finite, none is left over" if known else "all tensors are finite"
+    none_found = f"none found without a target: {looked_at}"
+    none_found += "" if known else "; which ones ought to be there only the target can tell"
+    none_found += "; see the doubts" if "doubts" in report else ""
+    problems = "; ".join(found) or none_found
     return "\n".join(f"{name:16} {value}" for name, value in [*report.items(), ("problems", problems)])
-
-
-def _none_found(tensors_known: bool, doubts: bool) -> str:
-    looked_at = "all tensors are there and finite, none is left over" if tensors_known else "all tensors are finite"
-    words = f"none found without a target: {looked_at}"
-    if not tensors_known:
-        words += "; which ones ought to be there only the target can tell"
-    return words + ("; see the doubts" if doubts else "")

@@ -46,24 +46,6 @@ class Eagle3Meaning(Meaning):
         return self.tap_width != self.shape.hidden
 
 
-def parameters(drafter: Eagle3) -> dict[str, Place]:
-    """Published tensor names -> their rows in our modules."""
-    out = (
-        whole(drafter.fc, "fc")
-        | whole(drafter.norm, "norm")
-        | whole(drafter.embed_norm, "midlayer.input_layernorm")  # the published name misleads: it normalises embeddings
-        | whole(drafter.hidden_norm, "midlayer.hidden_norm")
-        | layer_parameters(drafter, "midlayer")
-    )
-    if isinstance(drafter.head, nn.Linear):
-        out |= whole(drafter.head, "lm_head")
-    if drafter.input_norm is not None:
-        out |= whole(drafter.input_norm, "input_norm")
-    for i, norm in enumerate(drafter.tap_norms or ()):
-        out |= whole(norm, f"fc_norm.{i}")
-    return out
-
-
 def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, Tensors]:
     """Return the same head with its taps in ascending order, the order in which servers gather them.
 
@@ -97,8 +79,24 @@ class Eagle3Family(Family):
     servers = MappingProxyType({"vllm": "vllm", "sglang": "eagle3"})
     method = "eagle3"
     algorithm: str | None = "EAGLE3"
-    parameters: Any = staticmethod(parameters)
     optional: tuple[str, ...] = ("d2t", "t2d", EMBEDDING)
+
+    @override
+    def parameters(self, drafter: Any) -> dict[str, Place]:
+        out = (
+            whole(drafter.fc, "fc")
+            | whole(drafter.norm, "norm")
+            | whole(drafter.embed_norm, "midlayer.input_layernorm")  # which normalises embeddings
+            | whole(drafter.hidden_norm, "midlayer.hidden_norm")
+            | layer_parameters(drafter, "midlayer")
+        )
+        if isinstance(drafter.head, nn.Linear):
+            out |= whole(drafter.head, "lm_head")
+        if drafter.input_norm is not None:
+            out |= whole(drafter.input_norm, "input_norm")
+        for i, norm in enumerate(drafter.tap_norms or ()):
+            out |= whole(norm, f"fc_norm.{i}")
+        return out
 
     @override
     def make(self, meaning: Eagle3Meaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
@@ -156,7 +154,7 @@ class Eagle3Family(Family):
         ids = torch.arange(vocab.size) if vocab.ids is None else vocab.ids.cpu()
         if not torch.equal(ids, ids.sort().values):
             raise ValueError("the EAGLE-3 layout needs a draft vocabulary in ascending order of ids")
-        tensors = rows_of(parameters(drafter)) | {"fc.weight": drafter.scaled_fc()}
+        tensors = rows_of(self.parameters(drafter)) | {"fc.weight": drafter.scaled_fc()}
         own_head = isinstance(drafter.head, nn.Linear)  # else rows of the target's
         if own_head or vocab.ids is not None:
             tensors |= {"d2t": ids - torch.arange(vocab.size), "t2d": vocab.contains()}

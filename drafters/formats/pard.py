@@ -41,14 +41,6 @@ class PardMeaning(Meaning):
     own_embedding = True
 
 
-def parameters(drafter: Pard) -> dict[str, Place]:
-    """Tensor names -> their rows in our modules."""
-    out = target_parameters(drafter.model)
-    if drafter.target_proj is not None:
-        out[PROJECTION] = (drafter.target_proj.weight, 0, len(drafter.target_proj.weight))
-    return out
-
-
 class PardFamily(Family):
     """A language model's config states everything but the number of tokens, so there are no misreadings."""
 
@@ -59,7 +51,13 @@ class PardFamily(Family):
     sign = "spd_type in the config"
     servers, method = MappingProxyType({"vllm": "pard"}), "draft_model"
     reads = 0
-    parameters = staticmethod(parameters)
+
+    @override
+    def parameters(self, drafter: Pard) -> dict[str, Place]:
+        out = target_parameters(drafter.model)
+        if drafter.target_proj is not None:
+            out[PROJECTION] = (drafter.target_proj.weight, 0, len(drafter.target_proj.weight))
+        return out
 
     @override
     def make(self, meaning: PardMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
@@ -99,7 +97,7 @@ class PardFamily(Family):
         with torch.device("meta"):
             vocab, nothing = DraftVocab(read_config(meaning.config, "the drafter").vocab), torch.empty(0)
             drafter = self.make(meaning, (0,) * len(meaning.layers), vocab, nothing, nothing)
-        return {key: rows.shape for key, rows in rows_of(parameters(drafter)).items()}
+        return {key: rows.shape for key, rows in rows_of(self.parameters(drafter)).items()}
 
     @override
     def faults(self, meaning: PardMeaning, tensors: Tensors) -> list[str]:
@@ -123,7 +121,7 @@ class PardFamily(Family):
         how, layers = drafter.switches, tuple(tap - target.config.layers - 1 for tap in drafter.taps)
         dim = len(drafter.taps) * (drafter.tap_width or 0)
         meaning = PardMeaning(drafter.config, how.mask_token, drafter.block, layers, how.scale, dim)
-        return meaning, rows_of(parameters(drafter))
+        return meaning, rows_of(self.parameters(drafter))
 
     @override
     def describe(self, meaning: PardMeaning, tensors: Tensors) -> dict[str, str]:

@@ -20,7 +20,7 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats import eagle3, eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
-from specdec.drafters.formats.parts import Place, layer_parameters, renamed, rows_of
+from specdec.drafters.formats.parts import Place, layer_parameters, renamed
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.peagle import PEagle
 from specdec.drafters.vocab import DraftVocab
@@ -45,14 +45,6 @@ class PEagleMeaning(Eagle3Meaning):
         return self.embeds
 
 
-def parameters(drafter: PEagle) -> dict[str, Place]:
-    """Published tensor names -> their rows in our modules."""
-    out = eagle3.parameters(drafter)
-    for i, layer in enumerate(drafter.upper, start=1):
-        out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
-    return out | {name: (p, 0, len(p)) for name, p in ((EMBEDDING, drafter.embedding), (MASK, drafter.mask_hidden))}
-
-
 class PEagleFamily(Eagle3Family):
     """Define the family of P-EAGLE heads, which draft a block of tokens in one forward with EAGLE-3's first layer."""
 
@@ -63,8 +55,14 @@ class PEagleFamily(Eagle3Family):
     sign = MASK
     servers = MappingProxyType({"vllm": "speculators"})
     algorithm = None
-    parameters = staticmethod(parameters)
     optional = ("d2t", "t2d")
+
+    @override
+    def parameters(self, drafter: PEagle) -> dict[str, Place]:
+        out = super().parameters(drafter)
+        for i, layer in enumerate(drafter.upper, start=1):
+            out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
+        return out | {name: (p, 0, len(p)) for name, p in ((EMBEDDING, drafter.embedding), (MASK, drafter.mask_hidden))}
 
     @override
     def make(self, meaning: Any, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
@@ -98,8 +96,7 @@ class PEagleFamily(Eagle3Family):
     def dismantle(self, drafter: Any, target) -> tuple[PEagleMeaning, Tensors]:
         meaning, tensors = super().dismantle(drafter, target)
         own: dict[str, Any] = {"layers": drafter.depth, "block": drafter.block, "mask_token": drafter.mask_token}
-        head = {"lm_head.weight": drafter.head.weight} if meaning.own_head else {}
-        return PEagleMeaning(**vars(meaning), **own), tensors | rows_of(parameters(drafter)) | head
+        return PEagleMeaning(**vars(meaning), **own), tensors
 
     @override
     def describe(self, meaning: Any, tensors: Tensors) -> dict[str, str]:

@@ -182,8 +182,8 @@ class Family:
         return self.streams(meaning, tensors)
 
     def proposed(self, meaning: Any, tensors: Tensors) -> int:
-        """How many tokens the drafter proposes, by its meaning."""
-        return meaning.vocab
+        """How many tokens the drafter proposes, by its meaning: its `draft_vocab`, if the family has one."""
+        return getattr(meaning, "draft_vocab", meaning.vocab)
 
     def expected(self, meaning: Any, tensors: Tensors) -> dict[str, torch.Size]:
         """Names and shapes that a checkpoint of this meaning must hold."""

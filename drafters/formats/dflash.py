@@ -130,26 +130,6 @@ def outputs(config: dict, name: str) -> tuple[int, ...]:
     return tuple(i + 1 for i in ids)
 
 
-def parameters(drafter: BlockDrafter) -> dict[str, Place]:
-    """Published tensor names -> their rows in our modules."""
-    out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
-    for i, layer in enumerate(drafter.layers):
-        out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
-        for convolution, name in zip(layer.convolutions or (), CONVOLUTIONS, strict=False):
-            out[f"layers.{i}.{name}.base_kernel"] = convolution.shares, 0, len(convolution.shares)
-            out |= whole(convolution.groups, f"layers.{i}.{name}.kernel_projection")
-    if (head := drafter.conditional) is not None:
-        kind = next(name for name, one in HEADS.items() if type(head) is one)
-        for part, name in PARTS[kind].items():
-            out |= whole(getattr(head, part), name)
-        for part, name in BARE.get(kind, {}).items():
-            weight = getattr(head, part).weight
-            out[name] = weight, 0, len(weight)
-    if drafter.confidence is not None:
-        out |= whole(drafter.confidence.proj, "confidence_head.proj")
-    return out | whole(drafter.head, "lm_head")
-
-
 class BlockFamily(Family):
     """Define the family of block drafters: DFlash, DSpark, JetSpec, Domino and DFlash2."""
 
@@ -159,8 +139,26 @@ class BlockFamily(Family):
     saved_as = "dflash"
     sign = "fc.* and hidden_norm.*"
     servers, method = MappingProxyType({"vllm": "vllm", "sglang": "sglang"}), "dflash"
-    parameters = staticmethod(parameters)
     optional = ("d2t", "t2d", "embed_tokens.weight")
+
+    @override
+    def parameters(self, drafter: BlockDrafter) -> dict[str, Place]:
+        out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
+        for i, layer in enumerate(drafter.layers):
+            out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
+            for convolution, name in zip(layer.convolutions or (), CONVOLUTIONS, strict=False):
+                out[f"layers.{i}.{name}.base_kernel"] = convolution.shares, 0, len(convolution.shares)
+                out |= whole(convolution.groups, f"layers.{i}.{name}.kernel_projection")
+        if (head := drafter.conditional) is not None:
+            kind = next(name for name, one in HEADS.items() if type(head) is one)
+            for part, name in PARTS[kind].items():
+                out |= whole(getattr(head, part), name)
+            for part, name in BARE.get(kind, {}).items():
+                weight = getattr(head, part).weight
+                out[name] = weight, 0, len(weight)
+        if drafter.confidence is not None:
+            out |= whole(drafter.confidence.proj, "confidence_head.proj")
+        return out | whole(drafter.head, "lm_head")
 
     @override
     def make(self, meaning: BlockMeaning, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
@@ -185,10 +183,6 @@ class BlockFamily(Family):
         return len(meaning.taps)
 
     @override
-    def proposed(self, meaning: BlockMeaning, tensors: Tensors) -> int:
-        return meaning.draft_vocab
-
-    @override
     def faults(self, meaning: BlockMeaning, tensors: Tensors) -> list[str]:
         fault = map_fault(tensors, meaning.vocab)
         return shape_faults(meaning.shape) + ([fault] if fault else [])
@@ -209,7 +203,7 @@ class BlockFamily(Family):
             head=head.settings() if head else {},
             confidence=sure.rank if sure else None,
         )
-        tensors = rows_of(parameters(drafter))
+        tensors = rows_of(self.parameters(drafter))
         if vocab.ids is not None:
             tensors |= {"d2t": vocab.ids - torch.arange(vocab.size, device=vocab.ids.device)}
             tensors |= {"lm_head.weight": drafter.head.weight}

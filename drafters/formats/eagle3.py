@@ -128,10 +128,6 @@ class Eagle3Family(Family):
             raise ValueError(f"{name}: a drafter narrower or wider than the target needs {EMBEDDING} of its own")
 
     @override
-    def proposed(self, meaning: Eagle3Meaning, tensors: Tensors) -> int:
-        return meaning.draft_vocab
-
-    @override
     def expected(self, meaning: Eagle3Meaning, tensors: Tensors) -> dict[str, torch.Size]:
         mapped = {"d2t": torch.Size([meaning.draft_vocab])} if meaning.draft_vocab != meaning.vocab else {}
         return super().expected(meaning, tensors) | mapped

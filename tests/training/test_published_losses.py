@@ -15,7 +15,7 @@ from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import Domino
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats import pard, peagle
-from specdec.drafters.formats.dflash import parameters
+from specdec.drafters.formats.dflash import FAMILY
 from specdec.training.objectives import parallel
 from specdec.training.objectives.anchors import gathered, slots
 from specdec.training.objectives.block import BlockObjective
@@ -144,7 +144,7 @@ def test_losses_and_gradients_of_published_trainers(golden, name):
     assert torch.isfinite(metrics["losses"]).all()
     wanted = {k.split(".grad.")[1]: v for k, v in golden.items() if k.startswith(f"{case}.grad.")}
     if loss_name == "loss" and wanted:
-        compare_gradients(parameters(drafter), loss, wanted)
+        compare_gradients(FAMILY.parameters(drafter), loss, wanted)
 
 
 def test_domino_on_the_authors_hidden_states(golden, monkeypatch):
@@ -157,7 +157,7 @@ def test_domino_on_the_authors_hidden_states(golden, monkeypatch):
         drafter.shape, 1, (1,), drafter.vocab, embedding, weight, BlockForward(6, 318, "p+k+1"), head
     )
     tensors = {key.removeprefix("domino."): tensor for key, tensor in held.items() if key.startswith("domino.")}
-    names = {key: place for key, place in parameters(drafter).items() if key in tensors}
+    names = {key: place for key, place in FAMILY.parameters(drafter).items() if key in tensors}
     for key, (parameter, _, _) in names.items():
         parameter.data.copy_(tensors.pop(key))
     assert not tensors
@@ -237,7 +237,8 @@ def test_peagle(name):
     torch.testing.assert_close(loss.detach(), golden[loss_name], rtol=1e-5, atol=0)
     assert len(metrics["losses"]) == 4
     if name in ("kl", "specforge"):
-        places = {key.replace("midlayer.", "layers.0."): place for key, place in peagle.parameters(drafter).items()}
+        held = peagle.FAMILY.parameters(drafter)
+        places = {key.replace("midlayer.", "layers.0."): place for key, place in held.items()}
         compare_gradients(places, loss, {k.split(".grad.")[1]: v for k, v in golden.items() if f"{rows}.grad." in k})
 
 
@@ -265,7 +266,7 @@ def test_pard(name):
     torch.testing.assert_close(loss.detach(), golden[f"{name}.loss"], rtol=1e-5, atol=0)
     if name == "cod":
         wanted = {key.removeprefix("cod.grad."): v for key, v in golden.items() if key.startswith("cod.grad.")}
-        compare_gradients(pard.parameters(drafter), loss, wanted)
+        compare_gradients(pard.FAMILY.parameters(drafter), loss, wanted)
 
 
 @pytest.mark.parametrize(("weights", "name"), [("teacher", "loss"), ("uniform", "loss_without_prev_prob")])
@@ -303,4 +304,4 @@ def test_pard2(weights, name, monkeypatch):
     torch.testing.assert_close(loss.detach(), golden[f"pard2.{name}"], rtol=1e-5, atol=0)
     if weights == "teacher":
         wanted = {key.removeprefix("pard2.grad."): v for key, v in golden.items() if key.startswith("pard2.grad.")}
-        compare_gradients(pard.parameters(drafter), loss, wanted)
+        compare_gradients(pard.FAMILY.parameters(drafter), loss, wanted)

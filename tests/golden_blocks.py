@@ -5,13 +5,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
+from specdec.contracts import Drafter, DraftState
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats import recognise
 from specdec.drafters.parallel import ParallelDrafter
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target
+from specdec.trees import Chain
 
 GOLDEN = Path(__file__).parent / "golden" / "blocks"
 
@@ -42,6 +45,21 @@ def golden_drafter(
     tensors, config = held | (extra or {}), json.loads((GOLDEN / f"{name}.json").read_text()) | changes
     family, layout = recognise(config, tensors, name)
     return family.construct(*layout.read(config, tensors, name), golden_target(ends), name).eval()
+
+
+def absorb(drafter: Drafter, feats: Tensor | None, tokens: Tensor, seen: int = 0) -> DraftState:
+    """The state after tokens [1,n] and their features, before which a text of `seen` positions was absorbed."""
+    n = tokens.shape[1]
+    if seen:
+        return drafter.extend(feats, tokens, torch.tensor([n]), seen + n)
+    drafter.reset(1, 64)
+    return drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([n]))
+
+
+def drafted(drafter: Drafter, state: DraftState, steps: int | None = None) -> list[list[int]]:
+    """The tokens of the chain that is drafted after a state."""
+    tree = Chain(steps or drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
+    return tree.tokens[:, 1:].tolist()
 
 
 def golden_heads(reference: dict, kind: str) -> dict:

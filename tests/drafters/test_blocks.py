@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from golden_blocks import GOLDEN, golden_drafter, golden_heads
+from golden_blocks import GOLDEN, absorb, drafted, golden_drafter, golden_heads
 from helpers import assert_close_in_fp32
 from safetensors.torch import load_file
 
@@ -15,19 +15,14 @@ from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats.dflash import BARE, MARKOV, PARTS
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.layers import Linear
-from specdec.trees.chain import Chain
 
 
-def absorb(drafter: BlockDrafter, reference: dict, prefix: str, number: int, seen: int) -> DraftState:
-    """The state after the context of round `number`, whose last token is the anchor."""
-    feats = reference[f"{prefix}.round{number}.target_hidden"]
-    n = feats.shape[1]
-    tokens = torch.zeros(1, n, dtype=torch.int64)
-    tokens[0, -1] = reference[f"{prefix}.round{number}.block_ids"][0, 0]
-    if number == 0:
-        drafter.reset(1, 64)
-        return drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([n]))
-    return drafter.extend(feats, tokens, torch.tensor([n]), seen + n)
+def absorb_round(drafter: BlockDrafter, reference: dict, at: str, seen: int) -> tuple[DraftState, int]:
+    """The state after the context of round `at`, whose last token is the anchor, and how much is seen then."""
+    feats = reference[f"{at}.target_hidden"]
+    tokens = torch.zeros(feats.shape[:2], dtype=torch.int64)
+    tokens[0, -1] = reference[f"{at}.block_ids"][0, 0]
+    return absorb(drafter, feats, tokens, seen), seen + feats.shape[1]
 
 
 CASES = {
@@ -52,13 +47,11 @@ def test_rounds_match(case):
     reference, seen = load_file(GOLDEN / "dflash_rounds.safetensors"), 0
     rounds = sum(key.startswith(f"{prefix}.") and key.endswith("target_hidden") for key in reference)
     for number in range(rounds):
-        state = absorb(drafter, reference, prefix, number, seen)
-        seen += reference[f"{prefix}.round{number}.target_hidden"].shape[1]
         at = f"{prefix}.round{number}"
+        state, seen = absorb_round(drafter, reference, at, seen)
         assert_close_in_fp32(state.logits, reference[f"{at}.logits"][:, drafter.switches.unused :])
-        drafts = reference[f"{at}.{'sampled' if prefix == 'deepspec' else 'draft'}_tokens"]
-        tree = Chain(drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
-        assert tree.tokens[:, 1:].tolist() == drafts.tolist()
+        expected = reference[f"{at}.{'sampled' if prefix == 'deepspec' else 'draft'}_tokens"]
+        assert drafted(drafter, state) == expected.tolist()
     assert seen == drafter.cache.lens
     for name, stored in ((k, v) for k, v in reference.items() if f"{prefix}.round{rounds - 1}.cache" in k):
         kind, layer = name.split("_")[-1].split(".")
@@ -77,22 +70,20 @@ def test_dflash2_rounds_match(prefix):
     for rows, compared in ((6, (0, 1)), (5, (2,))):
         drafter, seen = golden_drafter("dflash2", "dflash2", block_size=rows, **windows), 0
         for number in range(3):
-            state = absorb(drafter, reference, "full", number, seen)
-            seen += reference[f"full.round{number}.target_hidden"].shape[1]
+            state, seen = absorb_round(drafter, reference, f"full.round{number}", seen)
             at = f"{prefix}.round{number}"
             if number not in compared:
                 continue
             assert_close_in_fp32(state.logits, reference[f"{at}.logits"][:, 1:])
-            drafted = reference[f"{at}.draft_tokens"]
-            tree = Chain(drafter.block).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
-            assert tree.tokens[:, 1:].tolist() == drafted.tolist()
+            tokens = reference[f"{at}.draft_tokens"]
+            assert drafted(drafter, state) == tokens.tolist()
             node = drafter.root(state)
             for slot, ids in enumerate(reference.get(f"{at}.candidate_ids", torch.empty(1, 0))[0]):
                 scores = reference[f"{at}.candidate_scores"][0, slot]
                 assert_close_in_fp32(node.logits[0, 0, ids], scores)
                 assert node.logits.isfinite().sum() == len(ids) == 16
                 if slot + 1 < drafter.block:
-                    node = drafter.expand(state, drafted[:, slot : slot + 1], node.hidden, slot + 1, None)
+                    node = drafter.expand(state, tokens[:, slot : slot + 1], node.hidden, slot + 1, None)
 
 
 @torch.inference_mode()
@@ -102,17 +93,11 @@ def test_causal_blocks_match():
     config = json.loads((GOLDEN / "jetspec.json").read_text())["dflash_config"]
     for prefix, changes in (("", {}), ("shift.", {"draft_shift": True})):
         drafter = golden_drafter("jetspec", "jetspec", dflash_config=config | changes)
-        drafter.reset(1, 64)
         seen = 0
         for number in range(3 if prefix == "" else 2):
             anchor = int(reference[f"{prefix}round{number}.anchor_position"])
-            feats, n = reference["target_hidden"][:, seen:anchor], torch.tensor([anchor - seen])
             tokens = reference["ids"][:, seen + 1 : anchor + 1]
-            if number == 0:
-                state = drafter.admit(0, reference["ids"][:, 0], feats, tokens, n)
-            else:
-                state = drafter.extend(feats, tokens, n, anchor)
-            seen = anchor
+            state, seen = absorb(drafter, reference["target_hidden"][:, seen:anchor], tokens, seen), anchor
             assert_close_in_fp32(state.logits[:, :5], reference[f"{prefix}round{number}.logits"])
 
 
@@ -143,8 +128,7 @@ def test_markov_and_confidence_heads_match(kind):
             if slot < 4:
                 state = drafter.expand(first, tokens[:, slot : slot + 1], state.hidden, slot + 1, None)
         assert_close_in_fp32(drafter.confidences(first, tokens), reference[f"{at}.confidence_logits"])
-        tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), first)
-        assert tree.tokens[:, 1:].tolist() == tokens.tolist()
+        assert drafted(drafter, first, 5) == tokens.tolist()
         for cut in (0.3, 0.5, 0.7):
             if (stored := reference.get(f"{at}.cut_at_{cut}")) is not None:
                 drafter.cut = cut
@@ -173,7 +157,7 @@ def test_domino_head_matches(label, prefix):
     drafter = BlockDrafter(shape, 1, (1,), DraftVocab(320), embedding, head, how, conditional)
     name, number = f"{'' if how.unused == 0 else 'no'}shift_prefix{prefix}", 0
     while (expected := reference.get(f"{name}.round{number}.final_logits")) is not None:
-        drafted = reference[f"{name}.round{number}.draft_tokens"]
+        tokens = reference[f"{name}.round{number}.draft_tokens"]
         carried = conditional.begin(reference[f"round{number}.anchor"])
         first = DraftState(carried, reference[f"round{number}.hidden"][:, how.unused :], drafter.head)
         state = drafter.root(first)
@@ -181,9 +165,8 @@ def test_domino_head_matches(label, prefix):
             at = how.unused + slot
             assert_close_in_fp32(state.logits, expected[:, at : at + 1])
             if slot + 1 < drafter.block:
-                state = drafter.expand(first, drafted[:, slot : slot + 1], state.hidden, slot + 1, None)
-        tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), first)
-        assert tree.tokens[:, 1:].tolist() == drafted.tolist()
+                state = drafter.expand(first, tokens[:, slot : slot + 1], state.hidden, slot + 1, None)
+        assert drafted(drafter, first, 5) == tokens.tolist()
         number += 1
     assert number >= 1
 

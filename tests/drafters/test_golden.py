@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from golden_blocks import golden_target
+from golden_blocks import absorb, golden_target
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -33,14 +33,11 @@ def golden_drafter(name: str):
 def test_both_drafting_steps_match(name):
     drafter, reference = golden_drafter(name)
     policy = DynamicTree(topk=5, steps=5, num_draft_tokens=24)
-    drafter.reset(1, 64)
-    absorbed = 0
+    seen = 0
     for step in ("step0", "step1"):
         feats, ids = reference[f"{step}_features"], reference[f"{step}_ids"]
         new = feats.shape[1]
-        absorbed += new
-        part = feats, ids[:, -new:], torch.tensor([new])
-        state = drafter.admit(0, ids[:, 0], *part) if step == "step0" else drafter.extend(*part, absorbed)
+        state, seen = absorb(drafter, feats, ids[:, -new:], seen), seen + new
         tree = policy.grow(drafter, ids[:, -1], state)
         assert tree.tokens.tolist() == reference[f"{step}_draft_tokens"].tolist()
         assert tree.depth[0].tolist() == reference[f"{step}_positions"].tolist()

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from golden_blocks import absorb, drafted
 from helpers import save_hf
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -118,18 +119,16 @@ def test_drafts_equal_those_of_transformers(make):
     drafter = build(main.config.to_dict(), published(theirs), target).eval()
     feats, tokens = torch.randn(1, 14, H), torch.randint(V, (1, 14))
     cache = MtpCache(config=main.config.get_mtp_config())
-    drafter.reset(1, 32)
     done = 0
     for count in (7, 3, 1, 3):
         piece = slice(done, done + count)
         positions = torch.arange(done + 1, done + count + 1)[None]
         mask = torch.ones(1, count, dtype=torch.int64)  # transformers 5.17 does not make one
-        drafted, logits, _ = theirs(tokens[:, piece], feats[:, piece], mask, positions, cache)
-        part = feats[:, piece], tokens[:, piece], torch.tensor([count])
-        state = drafter.extend(*part, done + count) if done else drafter.admit(0, tokens[:, 0], *part)
+        token, logits, _ = theirs(tokens[:, piece], feats[:, piece], mask, positions, cache)
+        state = absorb(drafter, feats[:, piece], tokens[:, piece], done)
         done += count
         torch.testing.assert_close(state.logits, logits, rtol=1e-4, atol=1e-4)
-        assert Chain(2).grow(drafter, tokens[:, done - 1], state).tokens[0, 1] == drafted[0, 0]
+        assert drafted(drafter, state, 2)[0][0] == token[0, 0]
 
 
 @torch.no_grad()
@@ -147,9 +146,7 @@ def test_mimo_puts_the_hidden_state_first():
     feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
     states = []
     for tensors in ({f"model.layers.{LAYERS}.{name}": w for name, w in theirs.items()}, swapped, mimo):
-        drafter = build(main.config.to_dict(), tensors, target)
-        drafter.reset(1, 32)
-        states.append(drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9])).hidden)
+        states.append(absorb(build(main.config.to_dict(), tensors, target), feats, tokens).hidden)
     torch.testing.assert_close(states[1], states[0], rtol=1e-4, atol=1e-4)
     assert (states[2] - states[0]).abs().max() > 0.1
 
@@ -180,8 +177,7 @@ def test_qwen3_next_head_equals_its_layer(dense):
     rope = Qwen3NextRotaryEmbedding(config)(feats, torch.arange(9)[None])
     mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
     expected = head["norm"](head["layers"][0](head["fc"](torch.cat(x, -1)), rope, attention_mask=mask))
-    drafter.reset(1, 32)
-    state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([9]))
+    state = absorb(drafter, feats, tokens)
     torch.testing.assert_close(state.hidden[0, 0], expected[0, -1], rtol=1e-4, atol=1e-4)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from golden_blocks import GOLDEN, golden_drafter
+from golden_blocks import GOLDEN, absorb, drafted, golden_drafter
 from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
@@ -18,18 +18,14 @@ def test_rounds_of_peagle_match(layout):
     """Logits of all slots and drafted tokens, before and after two drafts were accepted."""
     reference, drafter = load_file(GOLDEN / "peagle.safetensors"), golden_drafter(layout, "peagle")
     drafter.set_block(4)
-    taps, seen = reference["rounds.taps"], 0
-    drafter.reset(1, 64)
+    seen = 0
     for number in range(2):
         at = f"rounds.round{number}"
         tokens = reference[f"{at}.row_tokens"][None, seen:]
-        n = tokens.shape[1]
-        piece = taps[:, seen : seen + n], tokens, torch.tensor([n])
-        state = drafter.extend(*piece, seen + n) if seen else drafter.admit(0, tokens[:, 0], *piece)
-        seen += n
+        end = seen + tokens.shape[1]
+        state, seen = absorb(drafter, reference["rounds.taps"][:, seen:end], tokens, seen), end
         assert_close_in_fp32(state.logits[0], reference[f"{at}.logits"])
-        tree = Chain(4).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
-        assert tree.tokens[0, 1:].tolist() == reference[f"{at}.draft_tokens"].tolist()
+        assert drafted(drafter, state) == [reference[f"{at}.draft_tokens"].tolist()]
 
 
 @pytest.mark.parametrize("kind", ["", "_pard2"])
@@ -56,8 +52,7 @@ def test_rounds_of_pard_match(kind):
             state = drafter.extend(feats, tokens, torch.tensor([n]), seen + n)
         seen += n
         assert_close_in_fp32(state.logits, reference[f"{at}.logits"])
-        tree = Chain(5).grow(drafter, torch.zeros(1, dtype=torch.int64), state)
-        assert tree.tokens[:, 1:].tolist() == reference[f"{at}.draft_tokens"].tolist()
+        assert drafted(drafter, state) == reference[f"{at}.draft_tokens"].tolist()
 
 
 @pytest.mark.parametrize("piece", [64, 1])

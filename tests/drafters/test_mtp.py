@@ -1,13 +1,11 @@
 """MTP heads against independent statements of their formulas, and against transformers' own."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
 from golden_blocks import absorb, drafted
-from helpers import save_hf
-from safetensors.torch import load_file, save_file
+from helpers import edit_config, edit_tensors, save_hf
 from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig
 from transformers.cache_utils import MtpCache
@@ -31,7 +29,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-MIMO_PROJECTION = "model.mtp_layers.0.input_proj.weight"
+MIMO = "model.mtp_layers.0"
 
 
 def stand_in(embed: torch.Tensor, head: torch.Tensor):
@@ -140,9 +138,10 @@ def test_mimo_puts_the_hidden_state_first():
     target = stand_in(main.get_input_embeddings().weight, main.lm_head.weight)
     theirs = {name.removeprefix(f"model.layers.{LAYERS}."): w for name, w in published(mtp_head(main)).items()}
     names = {mtp_inside.PARTS["deepseek"][part]: name for part, name in mtp_inside.PARTS["mimo"].items()}
-    mimo = {f"model.mtp_layers.0.{names.get(n.removesuffix('.weight'), n)}": w for n, w in theirs.items()}
+    mimo = {f"{MIMO}.{names.get(n.removesuffix('.weight'), n)}": w for n, w in theirs.items()}
     mimo = {n if n.endswith((".weight", ".bias")) else f"{n}.weight": w for n, w in mimo.items()}
-    swapped = mimo | {MIMO_PROJECTION: torch.cat(mimo[MIMO_PROJECTION].chunk(2, 1)[::-1], 1)}
+    project = f"{MIMO}.input_proj.weight"
+    swapped = mimo | {project: torch.cat(mimo[project].chunk(2, 1)[::-1], 1)}
     feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
     states = []
     for tensors in ({f"model.layers.{LAYERS}.{name}": w for name, w in theirs.items()}, swapped, mimo):
@@ -184,22 +183,18 @@ def test_qwen3_next_head_equals_its_layer(dense):
 def mimo_folder(folder):
     """A small target of MiMo's family with its head, as one checkpoint."""
     save_hf(folder, "qwen2", hidden_size=H, vocab_size=V, num_hidden_layers=LAYERS)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
     head = {n: torch.rand(H) + 0.5 for n in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
     head["input_proj"] = torch.randn(H, 2 * H) * 0.2
-    tensors = block_tensors("model.mtp_layers.0") | {f"model.mtp_layers.0.{n}.weight": w for n, w in head.items()}
-    save_file(load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
+    edit_tensors(folder, **block_tensors(MIMO), **{f"{MIMO}.{n}.weight": w for n, w in head.items()})
 
 
 def glm_folder(folder):
     """A small GLM-4.5, whose target runs through transformers' modules, with its head."""
     main = glm()
     main.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors") | published(mtp_head(main))
-    copies = {name: value.contiguous().clone() for name, value in tensors.items()}
-    save_file(copies, folder / "model.safetensors", metadata={"format": "pt"})
+    head = published(mtp_head(main))
+    edit_tensors(folder, **{name: value.contiguous().clone() for name, value in head.items()})
 
 
 @pytest.mark.parametrize("feedback", [None, "pre"])

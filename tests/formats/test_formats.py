@@ -7,19 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from golden_blocks import GOLDEN, golden_heads
-from helpers import DRAFTERS, LEARNERS, PARALLEL, tiny_parallel, tiny_target
-from published import (
-    CONFIG,
-    LAYERS,
-    PUBLISHED,
-    H,
-    V,
-    make_target,
-    publish,
-    random_tensors,
-    without,
-    written,
-)
+from helpers import DRAFTERS, LEARNERS, PARALLEL, edit_config, tiny_parallel, tiny_target
+from published import CONFIG, LAYERS, PUBLISHED, H, V, make_target, publish, random_tensors, without, written
 from safetensors.torch import load_file
 
 from specdec.drafters import eagle as eagle_drafter
@@ -168,14 +157,13 @@ def test_what_is_saved_is_loaded_and_not_drawn_first(kind, tmp_path):
 
 def test_what_a_layout_cannot_say_is_refused(tmp_path):
     source, target = source_of("EAGLE", tmp_path)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"taps": [2, 4, LAYERS]}))
+    edit_config(source, taps=[2, 4, LAYERS])
     for server in ("sglang", "vllm"):
         with pytest.raises(ValueError, match=f"hidden state {LAYERS}"):
             export(source, tmp_path / "there", server, target)
     with pytest.raises(ValueError, match="give --target"):
         export(source, tmp_path / "there", "sglang")
-    (source / "config.json").write_text(json.dumps(config | {"norm_output": False}))
+    edit_config(source, "taps", norm_output=False)
     with pytest.raises(ValueError, match="no final norm"):
         export(source, tmp_path / "there", "vllm", target)
     with pytest.raises(ValueError, match="knows no head_norm"):

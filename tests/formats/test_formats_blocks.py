@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 from golden_blocks import GOLDEN, golden_drafter, golden_heads, golden_target
-from helpers import assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
-from safetensors.torch import load_file, save_file
+from helpers import assert_close_in_fp32, edit_config, save_hf, tiny_parallel, tiny_target
+from published import written
+from safetensors.torch import load_file
 
 from specdec.drafters import pard as pard_drafter
 from specdec.drafters.dflash import create
@@ -21,7 +22,7 @@ from specdec.drafters.formats import (
     pard,
     peagle,
     save_drafter,
-)  # fmt: skip
+)
 from specdec.drafters.formats.base import facts_of
 from specdec.drafters.formats.convert import convert, export
 from specdec.drafters.formats.description import inspect
@@ -50,22 +51,22 @@ def test_fusions_of_angelspec_are_refused(sign):
 
 
 def test_a_part_of_the_vocabulary(target, tmp_path):
-    """The layout of speculators has the map, and a head of its own; the others refuse it."""
-    meaning, tensors = dflash.FAMILY.dismantle(drafter_of("speculators"), target)
-    ids = torch.arange(96) * 3
-    tensors |= {"d2t": ids - torch.arange(96), "lm_head.weight": torch.randn(96, 64)}
-    meaning = dataclasses.replace(meaning, draft_vocab=96)
-    config, spelled = dflash_layout.SPECULATORS.write(meaning, tensors, facts_of(target))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    save_file(spelled, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.meaning == meaning
-    drafter = load_drafter(tmp_path, target)
-    assert torch.equal(drafter.vocab.ids, ids)
-    assert torch.equal(drafter.head.weight, tensors["lm_head.weight"])
+    """The layout of speculators has the map, and a head of its own; the others refuse it. vLLM would make all layers
+    causal there, unless windows are said not to be."""
+    some = DraftVocab(320, torch.arange(96) * 3)
+    drafter = create(target, layers=2, taps=(2, 6, 10), block_size=4, vocab=some)
+    parts = dflash.FAMILY.dismantle(drafter, target)
+    save_drafter(drafter, tmp_path / "it", target)
+    checkpoint, again = open_checkpoint(tmp_path / "it"), load_drafter(tmp_path / "it", target)
+    assert (checkpoint.layout, checkpoint.meaning) == (dflash_layout.SPECULATORS, parts[0])
+    assert torch.equal(again.vocab.ids, some.ids)
+    assert torch.equal(again.head.weight, drafter.head.weight)
     for layout in (dflash_layout.ZLAB, dflash_layout.DEEPSPEC):
         with pytest.raises(ValueError, match="no part of a vocabulary"):
-            layout.write(meaning, tensors, facts_of(target))
+            layout.write(*parts, facts_of(target))
+    config, tensors = dflash_layout.write_vllm(*parts, facts_of(target))
+    assert (config["speculators_model_type"], config["sliding_window_non_causal"]) == ("dflash", True)
+    assert {"d2t", "t2d", "lm_head.weight"} <= set(tensors)
 
 
 # What is changed in a drafter, and the reason of each server; None: it is exported.
@@ -100,10 +101,8 @@ def test_servers_get_what_they_read(name, server, target, tmp_path):
         meaning = dataclasses.replace(meaning, taps={"taps": (6, 2, 10), "last": (2, 6, 12)}[name])
     usual = dflash_layout.SPECULATORS if "anchor" in name else dflash_layout.ZLAB
     write_folder(tmp_path / "it", *usual.write(meaning, tensors, facts_of(target)))
-    (tmp_path / "target").mkdir()
-    (tmp_path / "target" / "config.json").write_text(json.dumps({"num_hidden_layers": 12}))
-    ends = {"model.embed_tokens.weight": target.embed.weight, "lm_head.weight": target.head.weight}
-    save_file({key: tensor.data for key, tensor in ends.items()}, tmp_path / "target" / "model.safetensors")
+    ends = {"model.embed_tokens.weight": target.embed.weight.data, "lm_head.weight": target.head.weight.data}
+    written(tmp_path / "target", {"num_hidden_layers": 12}, ends)
     problem = said[server == "sglang"]
     if problem is not None:
         with pytest.raises(ValueError, match=problem):
@@ -113,15 +112,6 @@ def test_servers_get_what_they_read(name, server, target, tmp_path):
     assert open_checkpoint(tmp_path / "out").meaning == meaning
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config.get("is_causal") == (True if name == "jetspec" else None)
-
-
-def test_a_part_of_the_vocabulary_in_vllm(target):
-    """In the layout of speculators, of which vLLM would make all layers causal unless windows are said not to be."""
-    drafter = create(target, layers=2, taps=(2, 6, 10), block_size=4, vocab=DraftVocab(320, torch.arange(96) * 3))
-    config, tensors = dflash_layout.write_vllm(*dflash.FAMILY.dismantle(drafter, target), facts_of(target))
-    assert config["speculators_model_type"] == "dflash"
-    assert config["sliding_window_non_causal"]
-    assert {"d2t", "t2d", "lm_head.weight"} <= set(tensors)
 
 
 # P-EAGLE and PARD
@@ -188,8 +178,7 @@ def test_a_pard_folder_is_a_language_model_for_others(tmp_path):
     save_hf(tmp_path / "it", "qwen3", head_dim=8, tie_word_embeddings=True)
     target = load_target(tmp_path / "it", tokenizer=False)
     assert isinstance(load_drafter(tmp_path / "it", target), DraftModel)
-    config = json.loads((tmp_path / "it" / "config.json").read_text())
-    (tmp_path / "it" / "config.json").write_text(json.dumps(config | {"spd_type": "pard", "pard_token": 98}))
+    edit_config(tmp_path / "it", spd_type="pard", pard_token=98)
     with pytest.warns(UserWarning, match="how many tokens it has learnt to draft is not stated: 8 are taken"):
         drafter = load_drafter(tmp_path / "it", target)
     assert isinstance(drafter, Pard)

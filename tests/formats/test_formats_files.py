@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import shutil
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 import torch
-from helpers import tiny_drafter, tiny_target
+from helpers import edit_config, edit_tensors, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 
 from specdec.drafters import eagle3
@@ -143,13 +145,10 @@ def test_a_drafter_proposes_the_tokens_of_its_map_only(folder, target, tmp_path)
 def test_heads_inside_a_target_are_found_among_its_weights(target, tmp_path):
     made = tiny_drafter(target, kind="mtp-pre-norm-feedback")
     save_drafter(made, tmp_path / "alone", target)
-    config = json.loads((tmp_path / "alone" / "config.json").read_text())
-    del config["mtp"]
-    inside = tmp_path / "inside"
-    inside.mkdir()
-    (inside / "config.json").write_text(json.dumps(config | {"num_hidden_layers": target.config.layers}))
+    inside = Path(shutil.copytree(tmp_path / "alone", tmp_path / "inside"))
+    edit_config(inside, "mtp", num_hidden_layers=target.config.layers)
     others = {"model.embed_tokens.weight": target.embed.weight, "model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}
-    save_file(load_file(tmp_path / "alone" / "model.safetensors") | others, inside / "model.safetensors")
+    edit_tensors(inside, **others)
     drafter = load_drafter(inside, target, feedback="pre")
     assert drafter.switches == made.switches
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), drafter.parameters(), strict=True))
@@ -192,7 +191,6 @@ def test_a_frozen_head_over_some_tokens_is_not_in_the_file(tmp_path):
     read = load_drafter(tmp_path / "head", target)
     assert torch.equal(read.head.weight, target.head.weight[few.ids])
     assert torch.equal(read.vocab.ids, few.ids)
-    config = json.loads((tmp_path / "head" / "config.json").read_text())
-    (tmp_path / "head" / "config.json").write_text(json.dumps(config | {"target_head": False}))
+    edit_config(tmp_path / "head", target_head=False)
     with pytest.raises(ValueError, match=r"lacks the tensor lm_head\.weight"):
         load_drafter(tmp_path / "head", target)

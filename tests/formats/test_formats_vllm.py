@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import save_hf, tiny_target
+from helpers import edit_config, edit_tensors, save_hf, tiny_target
 from published import make_target, publish
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import specdec
 from specdec.acceptance import FILE, read_acceptance
@@ -166,8 +166,8 @@ def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
     assert not tensors["layers.0.self_attn.o_proj.bias"].any()
     again = load_drafter(tmp_path / "vllm", target)
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
-    tensors["layers.0.self_attn.o_proj.bias"] += 1
-    save_file(tensors, tmp_path / "vllm" / "model.safetensors")
+    bias = "layers.0.self_attn.o_proj.bias"
+    edit_tensors(tmp_path / "vllm", **{bias: tensors[bias] + 1})
     with pytest.raises(ValueError, match=r"holds the tensor .*o_proj.bias"):
         load_drafter(tmp_path / "vllm", target)
 
@@ -195,12 +195,10 @@ def test_doubts_are_said(tmp_path):
     assert "norm_before_residual is absent" in doubt
     with pytest.warns(UserWarning, match="norm_before_residual is absent"):
         load_drafter(folder, make_target())
-    config = json.loads((folder / "config.json").read_text())
-    stated = {"norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [4, 2, 6]}
-    (folder / "config.json").write_text(json.dumps(config | stated))
+    edit_config(folder, norm_before_residual=False, eagle_aux_hidden_state_layer_ids=[4, 2, 6])
     checkpoint = open_checkpoint(folder, headers=True)
     assert checkpoint.conventions()["doubts"].startswith("the taps are read in the order listed, [4, 2, 6]")
-    (folder / "config.json").write_text(json.dumps(config | stated | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]}))
+    edit_config(folder, eagle_aux_hidden_state_layer_ids=[2, 4, 6])
     assert open_checkpoint(folder, headers=True).doubts == ()
 
 

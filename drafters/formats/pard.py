@@ -16,14 +16,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors
-from specdec.drafters.formats.parts import Place, describe_rope, dtype_name, rows_of
+from specdec.drafters.formats.parts import BLOCK, Place, block_doubts, describe_rope, dtype_name, rows_of
 from specdec.drafters.pard import Pard, PardForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import NotNative, read_config
 from specdec.model.loader import target_parameters
 from specdec.model.target import Target, check_taps
 
-BLOCK = 8  # how many tokens PARD's authors train
 PROJECTION = "target_proj.weight"
 
 
@@ -185,20 +184,13 @@ def write(meaning: PardMeaning, tensors: Tensors, target: TargetFacts | None) ->
     return config, tensors
 
 
-def doubts(config: dict) -> list[str]:
-    """Return a warning if the config does not state how many tokens the drafter was trained to draft."""
-    if "block_size" in config:
-        return []
-    return [f"how many tokens it has learnt to draft is not stated: {BLOCK} are taken"]
-
-
 LAYOUT = Layout(
     "pard",
     "PARD as of its authors (AMD)",
     lambda config, tensors: config.get("spd_type") in ("pard", "pard2") and "model.embed_tokens.weight" in tensors,
     read,
     write,
-    doubts=doubts,
+    doubts=block_doubts,
     apart=("warp_model.bin", "target_proj."),
 )
 FAMILY = PardFamily()

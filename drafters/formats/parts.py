@@ -18,6 +18,7 @@ from specdec.model.layers import GatedMLP
 from specdec.model.rope import Rope
 
 Place = tuple[Tensor, int, int]  # a parameter, its first row, and how many
+BLOCK = 8  # how many tokens PARD's authors train, and the default of speculators
 
 
 def layer_parameters(layer: Any, prefix: str) -> dict[str, Place]:
@@ -143,6 +144,12 @@ def shape_fields(shape: DraftShape) -> dict:
 def renamed(tensors: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:
     """Return the tensors with the prefix `old` replaced by `new`."""
     return {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in tensors.items()}
+
+
+def block_doubts(config: dict) -> list[str]:
+    """Return a warning if the config does not state how many tokens the drafter was trained to draft."""
+    stated = "block_size" in config
+    return [] if stated else [f"how many tokens it has learnt to draft is not stated: {BLOCK} are taken"]
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -20,14 +20,13 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats import eagle3, eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
-from specdec.drafters.formats.parts import Place, layer_parameters, renamed
+from specdec.drafters.formats.parts import BLOCK, Place, block_doubts, layer_parameters, renamed
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.peagle import PEagle
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 
 MASK = "mask_hidden"
-BLOCK = 8  # speculators' default, if a config does not state the number of trained tokens
 
 
 @dataclass(frozen=True)
@@ -191,14 +190,6 @@ def write_own(
     return config, to_file(tensors)
 
 
-def doubts(config: dict) -> list[str]:
-    """Return warnings about config fields that vLLM or SGLang read differently, and about a missing block size."""
-    out = eagle3_layout.doubts(config)
-    if "block_size" not in config:
-        out.append(f"how many tokens it has learnt to draft is not stated: {BLOCK} are taken")
-    return out
-
-
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
     """Read a P-EAGLE head in the layout of the speculators library."""
     shared = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
@@ -228,7 +219,15 @@ OWN = Layout(
     read,
     write_own,
 )
-FLAT = Layout("peagle", "P-EAGLE as of SpecForge", recognise, read, write, names_layers=True, doubts=doubts)
+FLAT = Layout(
+    "peagle",
+    "P-EAGLE as of SpecForge",
+    recognise,
+    read,
+    write,
+    names_layers=True,
+    doubts=lambda config: [*eagle3_layout.doubts(config), *block_doubts(config)],
+)
 SPECULATORS = Layout(
     "speculators",
     "P-EAGLE as of speculators and vLLM",

@@ -49,7 +49,8 @@ class Eagle3Meaning(Meaning):
 def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, Tensors]:
     """Return the same head with its taps in ascending order, the order in which servers gather them.
 
-    The columns of `fc` and the norms of the taps are permuted accordingly. Raises ValueError for a tap listed twice.
+    The columns of `fc`, the norms of the taps and P-EAGLE's `mask_hidden` are permuted accordingly. Raises ValueError
+    for a tap listed twice.
     """
     taps = meaning.taps
     if taps is None or all(a < b for a, b in itertools.pairwise(taps)):
@@ -60,7 +61,7 @@ def ascending(meaning: Eagle3Meaning, tensors: Tensors) -> tuple[Eagle3Meaning, 
     moved = {}
     if meaning.forward.tap_norms:
         moved = {f"fc_norm.{new}.weight": tensors[f"fc_norm.{old}.weight"] for new, old in enumerate(order)}
-    for name in {"fc.weight", "input_norm.weight"} & set(tensors):
+    for name in {"fc.weight", "input_norm.weight", "mask_hidden"} & set(tensors):
         streams = tensors[name].chunk(len(taps), dim=-1)
         moved[name] = torch.cat([streams[i] for i in order], dim=-1)
     return dataclasses.replace(meaning, taps=tuple(taps[i] for i in order)), tensors | moved

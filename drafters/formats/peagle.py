@@ -9,6 +9,7 @@ number can be drafted, but only so many were trained. `mask_hidden` is in the or
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.contracts import Drafter
-from specdec.drafters.formats import eagle3, eagle3_layout, speculators
+from specdec.drafters.formats import eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
 from specdec.drafters.formats.parts import BLOCK, Place, block_doubts, layer_parameters, renamed
@@ -121,16 +122,6 @@ class PEagleFamily(Eagle3Family):
             raise ValueError("vLLM's P-EAGLE knows no norm for each tap (train with drafter.tap_norms=false)")
 
 
-def ascending(meaning: PEagleMeaning, tensors: Tensors) -> tuple[Any, Tensors]:
-    """As `eagle3.ascending`; `mask_hidden` follows too."""
-    taps, moved = meaning.taps, eagle3.ascending(meaning, tensors)
-    if taps is None or moved[0].taps == taps:
-        return moved
-    streams = tensors[MASK].chunk(len(taps))
-    order = sorted(range(len(taps)), key=taps.__getitem__)
-    return moved[0], moved[1] | {MASK: torch.cat([streams[i] for i in order])}
-
-
 # The layouts
 
 
@@ -162,18 +153,8 @@ def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block:
     if not isinstance(mask, int):
         raise ValueError(f"{name}: config.json lacks the number mask_token_id")
     layers = len({key.split(".")[1] for key in tensors if key.startswith("layers.")}) + 1
-    how: dict[str, Any] = {
-        "layers": layers,
-        "block": block or BLOCK,
-        "mask_token": mask,
-        "embeds": EMBEDDING in tensors,
-    }
-    return PEagleMeaning(**vars(meaning), **how)
-
-
-def write(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
-    """Write a P-EAGLE head with its taps in ascending order, in the fields of published configs."""
-    return write_own(*ascending(meaning, tensors), target, eagle3_layout.write)
+    how: dict[str, Any] = {"block": block or BLOCK, "mask_token": mask, "embeds": EMBEDDING in tensors}
+    return PEagleMeaning(**vars(meaning), layers=layers, **how)
 
 
 def write_own(
@@ -203,7 +184,6 @@ def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFa
     """Write the layout of the speculators library. Raise ValueError for q, k, v biases in more than one layer."""
     if meaning.forward.qkv_bias and meaning.layers > 1:
         raise ValueError("this layout has no biases of q, k and v (train with drafter.qkv_bias=false)")
-    meaning, tensors = ascending(meaning, tensors)
     config, tensors = speculators.write(meaning, tensors, target)
     stated = speculators.speculators_fields("peagle", "PEagleDraftModel", target)
     stated["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = meaning.block
@@ -224,7 +204,7 @@ FLAT = Layout(
     "P-EAGLE as of SpecForge",
     recognise,
     read,
-    write,
+    partial(write_own, as_eagle3=eagle3_layout.write),
     names_layers=True,
     doubts=lambda config: [*eagle3_layout.doubts(config), *block_doubts(config)],
 )

@@ -178,9 +178,7 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
     if any(how.sliding) and how.window_from != "anchor":
         raise ValueError("in this layout a window ends before the anchor (train with drafter.window_from=anchor)")
     kind = speculators_kind(meaning)
-    config = speculators_fields(kind, ARCHITECTURES[kind], target)
-    config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = how.drafts
-    config |= {
+    config = speculators_fields(kind, ARCHITECTURES[kind], target, how.drafts) | {
         "aux_hidden_state_layer_ids": list(meaning.taps),
         "block_size": how.rows,
         "draft_vocab_size": meaning.draft_vocab,

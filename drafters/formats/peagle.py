@@ -185,9 +185,8 @@ def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFa
     if meaning.forward.qkv_bias and meaning.layers > 1:
         raise ValueError("this layout has no biases of q, k and v (train with drafter.qkv_bias=false)")
     config, tensors = speculators.write(meaning, tensors, target)
-    stated = speculators.speculators_fields("peagle", "PEagleDraftModel", target)
-    stated["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = meaning.block
-    config |= stated | {"mask_token_id": meaning.mask_token, "embed_requires_grad": True}
+    config |= speculators.speculators_fields("peagle", "PEagleDraftModel", target, meaning.block)
+    config |= {"mask_token_id": meaning.mask_token, "embed_requires_grad": True}
     config["transformer_layer_config"]["num_hidden_layers"] = meaning.layers
     return config, to_file(tensors)
 

@@ -45,7 +45,9 @@ def nested_config(config: dict, name: str) -> dict:
         raise ValueError(f"{name}: transformer_layer_config is not one of transformers': {reason}") from None
 
 
-def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | None) -> dict:
+def speculators_fields(
+    algorithm: str, architecture: str, target: TargetFacts | None, tokens: int = SPECULATIVE_TOKENS
+) -> dict:
     """Return the fields that the library and vLLM need in addition to the layer's."""
     return {
         "architectures": [architecture],
@@ -53,7 +55,7 @@ def speculators_fields(algorithm: str, architecture: str, target: TargetFacts | 
         "speculators_version": "0.9.0",
         "speculators_config": {
             "algorithm": algorithm,
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": tokens}],
             "default_proposal_method": "greedy",
             "verifier": {
                 "name_or_path": public_name(target.name) if target else None,

@@ -46,31 +46,6 @@ def check_always_right(target, policies):
         assert row.trace.accepted == [4] * 8
 
 
-@torch.inference_mode()
-def test_every_node_is_scored_as_after_its_own_path():
-    """Two levels of a tree, in rows of different lengths, against the model over the whole text of each path."""
-    target, model = tiny_target(), tiny_target(seed=3, layers=2)
-    drafter = DraftModel(model)
-    texts = [[3, 5, 7, 2], [1, 9], [2, 4, 6, 8, 10, 12]]
-    padded = torch.tensor([t + [0] * (6 - len(t)) for t in texts])
-    lens = torch.tensor([len(t) for t in texts])
-    drafter.reset(3, 32)
-    states = [drafter.admit(0, padded[:, 0], None, padded[:, 1:], lens - 1)]
-    first = torch.tensor([[1, 2], [3, 4], [5, 6]])
-    second = torch.tensor([[7, 8], [9, 10], [11, 12]])
-    own = torch.eye(2, dtype=torch.bool).expand(3, 2, 2)
-    crossed = own.flip(-1)  # node 0 of level 2 descends from node 1 of level 1
-    states.append(drafter.step(first, states[0].hidden.expand(-1, 2, -1), 1, own))
-    states.append(drafter.step(second, states[1].hidden, 2, torch.cat([crossed, own], 2)))
-    assert target.config.vocab == model.config.vocab
-    for row, text in enumerate(texts):
-        for node in range(2):
-            a, b = first[row, node].item(), second[row, 1 - node].item()
-            logits = model(torch.tensor([[*text, a, b]]), None)[0][0, -3:]
-            got = [states[0].logits[row, 0], states[1].logits[row, node], states[2].logits[row, 1 - node]]
-            torch.testing.assert_close(torch.stack(got), logits, rtol=1e-4, atol=1e-4)
-
-
 @pytest.fixture
 def target(target_path):
     return load_target(target_path)

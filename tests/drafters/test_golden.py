@@ -70,13 +70,3 @@ def test_training_pass_matches(name):
         expected = golden[f"grad.{name}"]
         difference = (parameter.grad[start : start + rows] - expected).norm() / expected.norm()
         assert difference < 1e-4, f"{name}: relative difference {difference:.1e}"
-
-
-def test_the_golden_mask_tells_the_two_readings_apart():
-    """Read as if it were ours, the authors' mask gives another loss, by far."""
-    drafter, _ = golden_drafter("eagle3_mask")
-    golden = load_file(GOLDEN / "eagle3_mask" / "ttt_reference.safetensors")
-    inputs = our_inputs(golden) | {"loss_mask": F.pad(golden["loss_mask"], (0, 1))}
-    with torch.no_grad():
-        loss, _ = Eagle3Objective(steps=7, decay=0.8, mean="all")(drafter, **inputs)
-    assert abs(loss - golden["total_loss"][0]) > 1

@@ -11,8 +11,7 @@ from specdec.children import LIKELIEST
 from specdec.drafters import ngram
 from specdec.drafters.formats import load_drafter
 from specdec.drafters.vocab import DraftVocab
-from specdec.engine.engine import Engine
-from specdec.trees import Chain, DynamicTree
+from specdec.trees import Chain
 
 V = 5
 
@@ -127,12 +126,6 @@ def test_levels_grow_with_the_match():
         assert state.levels.tolist() == expected
 
 
-def test_without_a_match_the_draft_is_uniform():
-    drafter = ngram.create(tiny_target(V))
-    state = absorb(drafter, [[0, 1, 2, 3]])
-    torch.testing.assert_close(state.logits.softmax(-1), torch.full((1, 1, V), 1 / V))
-
-
 def test_long_matches_neither_overflow_nor_lose_the_rest():
     drafter = ngram.create(tiny_target(V), mode="suffix", max_ngram=300)
     state = absorb(drafter, [[0, 1] * 400])
@@ -146,19 +139,6 @@ def test_a_draft_vocabulary_takes_its_columns():
     whole = absorb(ngram.create(tiny_target(V)), texts).logits
     part = absorb(ngram.create(tiny_target(V), vocab=DraftVocab(V, torch.tensor([0, 2]))), texts).logits
     assert torch.equal(part, whole[..., [0, 2]])
-
-
-def test_a_repeating_target_is_drafted_in_full():
-    """A target that only repeats a cycle of three: after one cycle every draft is right."""
-    target = tiny_target(V)
-    engine = Engine(target, load_drafter("ngram:suffix", target), DynamicTree(2, 4, 8))
-    drafter = engine.drafter
-    state = absorb(drafter, [[0, 1, 2] * 4])
-    tree = engine.policy.grow(drafter, torch.tensor([2]), state)
-    chain = [0]
-    for _ in range(4):
-        chain.append(next(i for i in range(8) if tree.parents[0, i] == chain[-1] and i not in chain))
-    assert tree.tokens[0, chain].tolist() == [2, 0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(

@@ -81,22 +81,6 @@ def test_a_slot_in_training_is_the_slot_in_decoding(kind, piece, monkeypatch):
         assert_close_in_fp32(state.logits, expected)
 
 
-@pytest.mark.parametrize("kind", PARALLEL)
-@torch.no_grad()
-def test_no_slot_sees_the_future(kind):
-    """No bit of the slots after a row changes when everything that follows the row is changed."""
-    target = tiny_target()
-    drafter = tiny_parallel(target, kind)
-    feats, tokens = torch.randn(1, 12, len(drafter.taps) * 32), torch.randint(17, (1, 12))
-    drafter.first_tokens = torch.tensor([3])
-    before = [state.logits[:, 5] for state in drafter.unroll(feats, tokens, 6)]
-    feats[:, 6:], tokens[:, 6:] = 9.0, 3
-    after = [state.logits[:, 5] for state in drafter.unroll(feats, tokens, 6)]
-    assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
-    feats[:, 5:], tokens[:, 5:] = 1.0, 4  # its own row it does see
-    assert not torch.equal(next(drafter.unroll(feats, tokens, 1)).logits[:, 5], after[0])
-
-
 @torch.no_grad()
 def test_a_whole_model_becomes_a_drafter(tmp_path):
     """The first slot is the model's own next token; as its own target's drafter it is always right there."""

@@ -61,13 +61,6 @@ def test_reading(text, kind, described):
     assert shape_of(tree) == described.split()[1]
 
 
-def test_every_name_of_conf_is_a_tree():
-    assert {"chain", "dynamic", "sampled", "static"} <= set(NAMES)
-    for name in NAMES:
-        tree = parse_tree(name)
-        assert tree.entries() == {"tree": name}
-
-
 class Twig(Chain):
     """A policy that its YAML alone makes known."""
 

@@ -76,17 +76,13 @@ class BlockDrafter(CachedDrafter):
         shared = None if head is None else SharedHead(head, vocab.ids)
         self.head = shared or Linear(shape.hidden, vocab.size, bias=False)
         self.conditional, self.confidence = conditional, confidence
+        self.conditioned, self.confident = conditional is not None, confidence is not None
         self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
     @property
     @override
     def capturable(self) -> bool:  # type: ignore[override]
         return self.cut == 0  # a cut proposal has `levels`
-
-    @property
-    @override
-    def conditioned(self) -> bool:  # type: ignore[override]
-        return self.conditional is not None
 
     @override
     def heads_in_use(self) -> list[LinearMap]:
@@ -135,11 +131,6 @@ class BlockDrafter(CachedDrafter):
         """[B]: number of slots before the first one that is not confident, along the most likely tokens."""
         tokens, _ = self.chain(first, self.block, LIKELIEST)
         return (self.confidences(first, tokens).sigmoid() >= self.cut).cumprod(1).sum(1)
-
-    @property
-    @override
-    def confident(self) -> bool:  # type: ignore[override]
-        return self.confidence is not None
 
     def confidences(self, first: DraftState, tokens: Tensor) -> Tensor:
         """Return logits [B,n] of the acceptance of the first n slots, given their tokens [B,n]."""

@@ -36,16 +36,7 @@ class DraftModel(Drafter):
         """vocab: the tokens of the target that are proposed; those of ids that the model does not have are never."""
         super().__init__()
         self.model, self.vocab = model, vocab or DraftVocab(model.vocab)
-
-    @property
-    @override
-    def capturable(self) -> bool:  # type: ignore[override]
-        return self.model.capturable
-
-    @property
-    @override
-    def chains_only(self) -> bool:  # type: ignore[override]
-        return self.model.chains_only
+        self.capturable, self.chains_only = model.capturable, model.chains_only
 
     @override
     def reset(self, rows: int, slots: int) -> None:

@@ -54,11 +54,6 @@ class Outcome:
         """`tau`; 0 if the reading does not load."""
         return self.tau or 0.0
 
-    @property
-    def likelihood(self) -> float:
-        """The log-probability of all tokens; -inf if the reading does not load."""
-        return -inf if self.followed is None else float(self.followed.logp.sum())
-
 
 @dataclass
 class Report:
@@ -128,7 +123,7 @@ def compare(target, checkpoint: Checkpoint, answers: list[Answer], steps: int) -
         better = [o for o in outcomes[1:] if o.verdict == "better"]
         if not better:
             break
-        best = max(better, key=lambda o: o.likelihood)
+        best = max(better, key=lambda o: -inf if o.followed is None else float(o.followed.logp.sum()))
         rivals = finalists if best.taps in finalists and best.taps != start.taps else []
         start = best
         report.chosen.append(best)

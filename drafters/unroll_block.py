@@ -26,12 +26,13 @@ from specdec.model.layers import LinearMap, unfreeze
 PIECE = 64  # anchors at once
 
 
+@dataclass
 class BlockContext:
-    """A text as the context of its blocks: keys and values [B,T,K,Dh] of each layer, and what its blocks see of it."""
+    """A text as the context of its blocks."""
 
-    def __init__(self, keys: list[tuple[Tensor, Tensor]], documents: Tensor, positions: Tensor):
-        """Hold keys and values of each layer, and the documents and positions [B,T] of the context."""
-        self.keys, self.documents, self.positions = keys, documents, positions
+    keys: list[tuple[Tensor, Tensor]]  # keys and values [B,T,K,Dh] of each layer
+    documents: Tensor  # [B,T]
+    positions: Tensor  # [B,T]
 
     def seen(self, anchors: Tensor, how: BlockForward, sliding: bool) -> Tensor:
         """[B,A,rows,T] bool: which rows the slots of the blocks after rows anchors [B,A] see."""
@@ -114,8 +115,7 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.embedding)
     rope, fused = drafter.rope(positions), drafter.fuse(feats)
     keys = [layer.attention.context(fused, rope) for layer in drafter.layers]
-    context = BlockContext(keys, documents, positions)
-    piece = partial(_block_piece, drafter, context, tokens)
+    piece = partial(_block_piece, drafter, BlockContext(keys, documents, positions), tokens)
     if drafter.recompute:
         piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     visible = torch.ones_like(anchors) if visible is None else visible

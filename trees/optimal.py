@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from math import prod
 
 from specdec.trees.block import most_nodes
-from specdec.trees.chain import Chain
-from specdec.trees.static import RankPath, StaticTree
+from specdec.trees.static import Chain, RankPath, StaticTree
 
 TEMPERATURES = (0.0, 1.0)  # the temperatures of a drafter's acceptance.json
 

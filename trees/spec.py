@@ -28,10 +28,8 @@ from specdec.contracts import Children, Drafter, DraftState, TreePolicy
 from specdec.schema import check_value, named_arguments, shown, typed
 from specdec.structs import DraftTree
 from specdec.trees.base import WORDS, Tree, ancestors_of, check_chains, check_shape, shape_of
-from specdec.trees.chain import Chain
 from specdec.trees.dynamic import DynamicTree
-from specdec.trees.sampled import SampledTree
-from specdec.trees.static import StaticTree
+from specdec.trees.static import Chain, SampledTree, StaticTree
 
 TOPK, STEPS = DynamicTree.topk, DynamicTree.steps  # the defaults
 AUTO = "auto"  # of `TreeSettings`: the tree that is fastest here

@@ -1,8 +1,10 @@
-"""Trees of one shape for every round, given as paths of child ranks."""
+"""Trees of one shape for every round: paths of child ranks, a chain, and children that are drawn."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -13,7 +15,7 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState, Vocabulary
 from specdec.recording import Accepted, Recording
 from specdec.structs import DraftTree
-from specdec.trees.base import Tree, ancestors_of, check_size
+from specdec.trees.base import Tree, ancestors_of, check_chains, check_size, shape_in
 
 RankPath = tuple[int, ...]
 
@@ -163,18 +165,94 @@ class StaticTree(FixedTree):
         return StaticTree([path for path in self.paths if len(path) <= steps])
 
 
+@dataclass(frozen=True, order=True)
+class Chain(FixedTree):
+    """One path of `steps` drafted tokens; the dynamic tree with topk 1, without its bookkeeping. Written 1/5/6."""
+
+    steps: int = 5
+
+    def __post_init__(self) -> None:
+        """Check `steps` and compute the shape."""
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_size(steps=self.steps)
+        self._shape([(0,) * depth for depth in range(1, self.steps + 1)], [1] * self.steps)
+
+    @classmethod
+    @override
+    def parse(cls, text: str) -> "Chain | None":
+        shape = shape_in(text)
+        if shape is None or shape[0] != 1:
+            return None
+        check_chains(*shape)
+        return cls(shape[1])
+
+    @override
+    def shallower(self, steps: int) -> "Chain":
+        return Chain(steps)
+
+    @override
+    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
+        self._move(root.device)
+        tokens, logq = drafter.chain(state, self.steps, children)
+        logq = torch.cat([self.of_root.expand(len(root), 1), logq], 1)
+        return self._tree(torch.cat([root[:, None], tokens], 1), logq)
+
+
+@dataclass(frozen=True)
+class SampledTree(FixedTree):
+    """Draw the children of each node from the drafter, as many as `expansion` gives for the level.
+
+    This is SpecInfer's expansion configuration (arXiv 2305.09781). (1, 1, 1) is a chain; (3, 1, 1) are three chains
+    with different first tokens. The text is drawn 3,1,1.
+
+    The shape never depends on what was drawn: to keep the best draws would change the distribution that the verifier
+    assumes. At temperature 0 the children are the most likely tokens.
+    """
+
+    expansion: tuple[int, ...] = (3, 1, 1, 1, 1)
+
+    samples = True
+
+    def __post_init__(self) -> None:
+        """Check `expansion`, a number of children of at least 1 for each level, and compute the shape."""
+        expansion = tuple(self.expansion)
+        if not expansion or min(expansion) < 1:
+            raise ValueError(f"expansion must give at least one child on each of one or more levels, got {expansion}")
+        vars(self)["expansion"] = expansion
+        steps, nodes = len(expansion), sum(accumulate(expansion, mul, initial=1))
+        check_size(max(expansion), steps, nodes)
+        ranks = [range(count) for count in expansion]
+        self._shape([path for d in range(1, steps + 1) for path in product(*ranks[:d])], expansion)
+
+    @classmethod
+    @override
+    def parse(cls, text: str) -> "SampledTree | None":
+        found = re.fullmatch(r"drawn (\d+(,\d+)*)", text)
+        return found and cls(tuple(map(int, found[1].split(","))))
+
+    @property
+    @override
+    def text(self) -> str:
+        return "drawn " + ",".join(map(str, self.expansion))
+
+    @override
+    def shallower(self, steps: int) -> "SampledTree":
+        return SampledTree(self.expansion[:steps])
+
+    @override
+    def replay(self, recording: Recording) -> Accepted:
+        return Tree.replay(self, recording)  # what was drawn is not the text
+
+
 def _checked(paths: Sequence[Sequence[int]]) -> list[RankPath]:
     """The paths, as tuples; ValueError unless they make a tree."""
     if not paths:
         raise ValueError("a static tree needs paths, such as [[0], [1], [0, 0]]")
     known: set[RankPath] = set()
     for path in paths:
-        if (
-            not isinstance(path, Sequence)
-            or isinstance(path, str)
-            or not path
-            or not all(type(rank) is int and rank >= 0 for rank in path)
-        ):
+        listed = isinstance(path, Sequence) and not isinstance(path, str)
+        if not listed or not path or not all(type(rank) is int and rank >= 0 for rank in path):
             raise ValueError(f"a path of a static tree is a list of child ranks 0, 1, ..., got {path!r}")
         if tuple(path) in known:
             raise ValueError(f"the static tree lists the path {list(path)} twice")

@@ -35,7 +35,7 @@ def test_a_file_prints_as_its_path_and_is_a_list_of_paths(file):
     assert str(tree) == str(file)
     assert (tree.topk, tree.steps, tree.num_draft_tokens) == (4, 2, 5)
     assert parse_tree(str(tree)) == tree == load_tree(file)
-    file.write_text("_target_: specdec.trees.chain.Chain\nsteps: 3\n")
+    file.write_text("_target_: specdec.trees.static.Chain\nsteps: 3\n")
     with pytest.raises(ValueError, match="it has no list `paths`"):
         parse_tree(file)
 

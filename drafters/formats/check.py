@@ -16,8 +16,7 @@ from torch import Tensor
 from specdec.contracts import Drafter
 from specdec.drafters.formats import Checkpoint, open_checkpoint
 from specdec.drafters.formats.base import Reading, Tensors
-from specdec.drafters.formats.evidence import Answer, Followed, batches, follow
-from specdec.drafters.formats.taps import Taps, search_taps
+from specdec.drafters.formats.evidence import Answer, Followed, Taps, batches, follow, search_taps
 from specdec.engine.engine import Engine
 from specdec.engine.traces import tau_interval
 from specdec.text import encode_prompt

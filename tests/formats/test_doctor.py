@@ -20,8 +20,7 @@ from specdec.cli import checkpoint as command
 from specdec.drafters import eagle3
 from specdec.drafters.formats import check, load_drafter, open_checkpoint, save_drafter, verdict
 from specdec.drafters.formats.eagle3 import PROJECTIONS
-from specdec.drafters.formats.evidence import Followed
-from specdec.drafters.formats.taps import search_taps
+from specdec.drafters.formats.evidence import Followed, search_taps
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target

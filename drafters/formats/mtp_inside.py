@@ -74,7 +74,8 @@ def _empty(meaning: InsideMeaning, tensors: Tensors, name: str, tap: int, embedd
     if any(".kv_a_proj_with_mqa" in key or ".kv_b_proj" in key for key in tensors):
         raise ValueError(f"{name}: its MTP layer has multi-head latent attention (MLA), which is not supported")
     shape = _shape(config, name)
-    layer = _layer_prefix(_prefix(tensors, kind, name), kind)
+    _, layer = _prefixes(tensors, kind, name)
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     queries = f"{layer}.self_attn.q_proj.weight"
     if queries not in tensors:
         raise ValueError(f"{name}: the checkpoint lacks the tensor {queries}")
@@ -84,7 +85,7 @@ def _empty(meaning: InsideMeaning, tensors: Tensors, name: str, tap: int, embedd
         qkv_bias=f"{layer}.self_attn.q_proj.bias" in tensors,
         qk_norm=f"{layer}.self_attn.q_norm.weight" in tensors,
         gate=tensors[queries].shape[0] == 2 * shape.heads * shape.head_dim,
-        rotary_dim=_rotary_dim(config, shape),
+        rotary_dim=None if share == 1.0 else int(shape.head_dim * share),
     )
     experts = _experts(config, tensors, layer)
     if experts is None:
@@ -94,32 +95,24 @@ def _empty(meaning: InsideMeaning, tensors: Tensors, name: str, tap: int, embedd
 
 
 def _shape(config: dict, name: str) -> DraftShape:
-    """The shape without the part of a head that is rotated, which `_rotary_dim` reads."""
+    """The shape without the part of a head that is rotated, which `_empty` reads."""
     bare = {k: v for k, v in config.items() if k != "partial_rotary_factor"}
     rope = {k: v for k, v in (config.get("rope_parameters") or {}).items() if k != "partial_rotary_factor"}
     return read_shape(bare | ({"rope_parameters": rope} if rope else {}), name)
 
 
-def _prefix(tensors: Tensors, kind: str, name: str) -> str:
-    """The prefix of the only head's tensors; ValueError if there are several heads."""
+def _prefixes(tensors: Tensors, kind: str, name: str) -> tuple[str, str]:
+    """The prefixes of the only head's tensors, and of its decoder layer's; ValueError if there are several heads."""
     if kind == "qwen":
-        return "mtp"
+        return "mtp", "mtp.layers.0"
     prefixes = {".".join(key.split(".")[:3]) for key in tensors}
     if len(prefixes) > 1:
         raise ValueError(
             f"{name}: it has {len(prefixes)} MTP layers, each trained on the output of the one before, which is not "
             "supported; supported is one"
         )
-    return prefixes.pop()
-
-
-def _layer_prefix(prefix: str, kind: str) -> str:
-    return f"{prefix}.layers.0" if kind == "qwen" else prefix
-
-
-def _rotary_dim(config: dict, shape: DraftShape) -> int | None:
-    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    return None if share == 1.0 else int(shape.head_dim * share)
+    (prefix,) = prefixes
+    return prefix, prefix
 
 
 def _experts(config: dict, tensors: Tensors, layer: str) -> Experts | None:
@@ -148,9 +141,9 @@ def _experts(config: dict, tensors: Tensors, layer: str) -> Experts | None:
     )
 
 
-def _parameters(drafter: Mtp, kind: str, prefix: str) -> dict[str, Place]:
+def _parameters(drafter: Mtp, kind: str, tensors: Tensors, name: str) -> dict[str, Place]:
     """Published tensor names -> their rows in the only head."""
-    return head_parameters(drafter.blocks[0], prefix, _layer_prefix(prefix, kind), PARTS[kind])
+    return head_parameters(drafter.blocks[0], *_prefixes(tensors, kind, name), PARTS[kind])
 
 
 class InsideFamily(Family):
@@ -171,7 +164,7 @@ class InsideFamily(Family):
         check_target(shape.hidden, meaning.config["vocab_size"], target, name)
         drafter = _empty(meaning, tensors, name, target.config.layers, target.embed.weight, target.head.weight)
         copies = tuple(key for key in tensors if key.endswith(COPIES))
-        parameters = _parameters(drafter, meaning.kind, _prefix(tensors, meaning.kind, name))
+        parameters = _parameters(drafter, meaning.kind, tensors, name)
         if meaning.kind == "qwen":
             tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
         fill(parameters, tensors, name, "its MTP head", optional=copies)
@@ -182,7 +175,7 @@ class InsideFamily(Family):
         nothing = torch.empty(0, meaning.config["hidden_size"], device="meta")
         with torch.device("meta"):
             drafter = _empty(meaning, tensors, meaning.config.get("model_type", "the target"), 0, nothing, nothing)
-        parameters = _parameters(drafter, meaning.kind, _prefix(tensors, meaning.kind, ""))
+        parameters = _parameters(drafter, meaning.kind, tensors, "")
         copies = {key: tensor.shape for key, tensor in tensors.items() if key.endswith(COPIES)}
         return {key: rows.shape for key, rows in rows_of(parameters).items()} | copies
 

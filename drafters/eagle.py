@@ -63,9 +63,7 @@ class Eagle(RecurrentDrafter):
 def create(target, *, vocab: DraftVocab | None = None, fc_bias: bool = True, init: str = "target", **shape) -> Eagle:
     """A fresh EAGLE-1/2 drafter for a target. shape: sizes as in `layers.shape_like`; init: see `layers.start`."""
     config = target.config
-    vocab = vocab or DraftVocab(config.vocab)
-    drafter = Eagle(
-        shape_like(target, **shape), config.layers, vocab, target.embed.weight, target.head.weight, fc_bias=fc_bias
-    )
+    vocab, ends = vocab or DraftVocab(config.vocab), (target.embed.weight, target.head.weight)
+    drafter = Eagle(shape_like(target, **shape), config.layers, vocab, *ends, fc_bias=fc_bias)
     start(drafter, target, init)
     return drafter

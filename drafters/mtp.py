@@ -244,10 +244,8 @@ def create(
     if heads < 1:
         raise ValueError(f"heads must be at least 1, got {heads}")
     config = target.config
-    vocab = vocab or DraftVocab(config.vocab)
+    vocab, ends = vocab or DraftVocab(config.vocab), (target.embed.weight, target.head.weight)
     switches = MtpForward(feedback=feedback, hidden_first=hidden_first)
-    drafter = Mtp(
-        shape_like(target, **shape), config.layers, vocab, target.embed.weight, target.head.weight, heads, switches
-    )
+    drafter = Mtp(shape_like(target, **shape), config.layers, vocab, *ends, heads, switches)
     start(drafter, target, init)
     return drafter

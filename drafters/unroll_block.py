@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from specdec.contracts import Features
 from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import ConditionalHead
 from specdec.drafters.layers import SumHead
@@ -164,9 +165,7 @@ class ChainView:
         return self.attends[index]
 
 
-def chains_behind(
-    drafter, feats: Tensor | None, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None
-) -> Tensor:
+def chains_behind(drafter, feats: Features, tokens: Tensor, anchors: Tensor, lengths: Sequence[int] | None) -> Tensor:
     """Return the head's input [B,A,W,H] at the slots of the blocks after rows `anchors` [B,A].
 
     Slot 0 is the row itself, the others its chain. See `ParallelDrafter.blocks`.

@@ -28,6 +28,7 @@ from specdec.model.checkpoint import read_headers, read_tensors, round_rows, wri
 from specdec.model.names import resolve
 from specdec.model.weight_files import read_json
 
+Where = str | os.PathLike  # a folder, or a hub name
 # A tied target has no head but its embedding.
 PARTS = {
     "embedding": ("model.embed_tokens.weight",),
@@ -37,13 +38,7 @@ PARTS = {
 SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}
 
 
-def convert(
-    source: str | os.PathLike,
-    destination: str | os.PathLike,
-    to: str,
-    target: str | os.PathLike | None = None,
-    int8: bool = False,
-) -> Checkpoint:
+def convert(source: Where, destination: Where, to: str, target: Where | None = None, int8: bool = False) -> Checkpoint:
     """Write `source` in the layout `to`, with bit-identical tensors and the measured acceptance.
 
     A conversion that would have to leave out or invent a value fails. `source` and `target` are folders or hub names.
@@ -55,9 +50,7 @@ def convert(
     return checkpoint
 
 
-def export(
-    source: str | os.PathLike, destination: str | os.PathLike, server: str, target: str | os.PathLike | None = None
-) -> Checkpoint:
+def export(source: Where, destination: Where, server: str, target: Where | None = None) -> Checkpoint:
     """Write `source` as a server of `SERVERS` loads it, with an embedding only if it is the drafter's own.
 
     SGLang takes the target's embedding if the file has none. For the contents of a file for vLLM see
@@ -116,9 +109,7 @@ def _noted(said: list[str]) -> Iterator[None]:
         said.append(str(error))
 
 
-def _write(
-    checkpoint: Checkpoint, folder: Path, layout: Layout, target: str | os.PathLike | None, int8: bool = False
-) -> None:
+def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: Where | None, int8: bool = False) -> None:
     if folder.resolve() == resolve(checkpoint.path).resolve():
         raise ValueError(f"{folder} is the checkpoint itself; choose another folder to write to")
     wrong = checkpoint.problems()
@@ -145,7 +136,7 @@ def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts):
     return dataclasses.replace(meaning, own_head=True), tensors
 
 
-def read_facts(target: str | os.PathLike) -> TargetFacts:
+def read_facts(target: Where) -> TargetFacts:
     """Name, architecture and depth of a target, from its config alone; its parts are read when they are asked for."""
     config = read_json(resolve(target) / "config.json")
     layers = text_config(config).get("num_hidden_layers")
@@ -154,7 +145,7 @@ def read_facts(target: str | os.PathLike) -> TargetFacts:
     return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, partial(_part, target, config))
 
 
-def _part(target: str | os.PathLike, config: dict, name: str) -> Tensor:
+def _part(target: Where, config: dict, name: str) -> Tensor:
     folder = resolve(target)
     stored = {key for key in read_headers(folder) if inner_name(key) in PARTS[name]}
     found = {inner_name(key): tensor for key, tensor in read_tensors(folder, only=stored)}

@@ -229,9 +229,8 @@ class Eagle3Family(Family):
         swapped = {name: torch.cat(weight.chunk(2, dim=1)[::-1], dim=1) for name, weight in swapped.items()}
         out.append(Reading("layer input [hidden, embedding]", meaning, tensors | swapped))
         a, b = "midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight"
-        out.append(
-            Reading("norms of embedding and hidden exchanged", meaning, tensors | {a: tensors[b], b: tensors[a]})
-        )
+        exchanged = tensors | {a: tensors[b], b: tensors[a]}
+        out.append(Reading("norms of embedding and hidden exchanged", meaning, exchanged))
         return out + map_readings(meaning, tensors)
 
     @override

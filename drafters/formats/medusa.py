@@ -113,7 +113,5 @@ def write(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts | None) 
     return config | ({"vocab_size": meaning.vocab} if meaning.vocab else {}), tensors
 
 
-LAYOUT = Layout(
-    "medusa", "Medusa as of its authors", lambda config, tensors: "0.0.linear.weight" in tensors, read, write
-)
+LAYOUT = Layout("medusa", "Medusa as of its authors", lambda _, tensors: "0.0.linear.weight" in tensors, read, write)
 FAMILY = MedusaFamily()

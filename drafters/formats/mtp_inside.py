@@ -119,9 +119,8 @@ def _experts(config: dict, tensors: Tensors, layer: str) -> Experts | None:
     """The experts of the config; None for a dense layer."""
     if f"{layer}.mlp.gate.weight" not in tensors:
         return None
-    shared = next(
-        (k for k in ("shared_experts", "shared_expert") if f"{layer}.mlp.{k}.up_proj.weight" in tensors), None
-    )
+    names = ("shared_experts", "shared_expert")
+    shared = next((name for name in names if f"{layer}.mlp.{name}.up_proj.weight" in tensors), None)
     how = Experts(
         count=tensors[f"{layer}.mlp.gate.weight"].shape[0],
         chosen=config["num_experts_per_tok"],

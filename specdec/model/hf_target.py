@@ -23,9 +23,9 @@ from specdec.model.hf_check import check
 from specdec.model.hf_config import count_experts, exact_context, read_windows
 from specdec.model.hf_experts import ExpertWatch
 from specdec.model.hf_place import weight_of
+from specdec.model.language_model import LanguageModel
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
 from specdec.model.rope import Rope
-from specdec.model.target import described
 from specdec.ops.attention import tree_mask, window_mask
 
 if TYPE_CHECKING:
@@ -36,15 +36,11 @@ RECURRENT = ("linear_attention", "conv")  # types of layers that take no mask of
 CACHES = ("past_key_values", "cache_params")  # what models call their cache
 
 
-class TransformersTarget(nn.Module):
-    """A causal language model of transformers with the interface of `specdec.model.target.Target`."""
+class TransformersTarget(LanguageModel):
+    """A causal language model of transformers. Not capturable: modules of some families read values on the host."""
 
-    name: str = ""
-    tokenizer: Any = None
-    eos: frozenset[int] = frozenset()
-    capturable = False  # the modules of some families read values on the host
+    masks_prompts = True
     _gain: Tensor | None  # of the final norm, where it is known
-    masks_prompts = True  # a mask of T x T for each row of a prefill
 
     def __init__(self, model: "PreTrainedModel"):
         """Check and wrap a model. Raises ValueError, without its name, if its chains or trees would not be exact."""
@@ -65,6 +61,7 @@ class TransformersTarget(nn.Module):
         self.watch = ExpertWatch(self.model)
         self._probe(text)
         self.state_budget = self._check()
+        self.reads_on = self.state_budget != inf  # some recurrent modules start from an empty state only
 
     def _check(self) -> float:
         """Check that the model is exact, and return the most bytes that states after each position may take.
@@ -86,48 +83,22 @@ class TransformersTarget(nn.Module):
         return BUDGET
 
     @property
-    def embed(self) -> nn.Embedding:
+    def embed(self) -> nn.Embedding:  # type: ignore[override]
         """Return the token embedding [V,H]."""
         return cast(nn.Embedding, self.model.get_input_embeddings())
 
     @property
-    def head(self) -> nn.Linear:
+    def head(self) -> nn.Linear:  # type: ignore[override]
         """Return the output projection [V,H]."""
         return cast(nn.Linear, self.model.get_output_embeddings())
 
     @override
-    def __repr__(self) -> str:
-        return described(self)
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the embedding and of the cache."""
-        return self.embed.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the embedding."""
-        return self.embed.weight.dtype
-
-    @property
-    def vocab(self) -> int:
-        """Return V, the number of tokens."""
-        return self.config.vocab
-
-    @property
-    def query_heads(self) -> int:
-        """Return the number of query heads per layer."""
-        return self.config.heads
-
     def final_scale(self) -> Tensor:
-        """Return the root mean square of the last hidden state, measured once on a few tokens."""
-        return self._final_scale
+        return self._final_scale  # measured once on a few tokens
 
+    @override
     def final_gain(self) -> Tensor:
-        """Return about the factor [H] that the final norm applies to a normalised state.
-
-        It is the same for all dimensions unless the family is native, as the norm itself is the model's own.
-        """
+        # The norm is the model's own: unless the family is native, all dimensions have about the same factor.
         return self._final_scale.expand(self.config.hidden) if self._gain is None else self._gain
 
     def take_shape(self, config: ModelConfig) -> None:
@@ -136,16 +107,6 @@ class TransformersTarget(nn.Module):
         norm = cast(Any, self.model.base_model).norm
         gain = weight_of(norm).to(self.device) + config.norm_offset
         self._gain, self._final_scale = gain, gain.square().mean().sqrt()
-
-    @property
-    def chains_only(self) -> bool:
-        """Return whether the model has recurrent states, which know one text and no tree."""
-        return bool(self.states)
-
-    @property
-    def reads_on(self) -> bool:
-        """Return whether a prompt can be read in parts; some recurrent modules start from an empty state only."""
-        return self.state_budget != inf
 
     @torch.inference_mode()
     def _probe(self, text: PretrainedConfig) -> None:
@@ -161,6 +122,7 @@ class TransformersTarget(nn.Module):
             ) from None
         take_over(cache.found)
         self.states: dict[int, State] = read_states(cache)  # of recurrent layers
+        self.chains_only = bool(self.states)
         layers: Sequence[Any] = cache.layers
         keys = {layer: part for layer, part in enumerate(layers) if getattr(part, "keys", None) is not None}
         self.attention = list(keys)  # which layers attend
@@ -190,19 +152,19 @@ class TransformersTarget(nn.Module):
             tied=bool(text.tie_word_embeddings),
         )
 
+    @override
     def chosen_experts(self) -> list[Tensor]:
-        """Return, per layer with experts, those of the last forward [tokens, experts of a token]."""
         return self.watch.chosen
 
+    @override
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        """Return an empty cache of `rows` rows of `slots` positions, with the states of recurrent layers."""
         sizes = rows, slots, *self.cache_shape
         if not self.states:
             return KVCache(self.config.layers, *sizes, like=self.embed.weight)
         return HybridCache(self.attention, self.states, *sizes, like=self.embed.weight, budget=self.state_budget)
 
+    @override
     def cache_bytes(self, rows: int, slots: int) -> int:
-        """Return the bytes that `new_cache` will take."""
         sizes, like = (rows, slots, *self.cache_shape), self.embed.weight
         if not self.states:
             return cache_bytes(self.config.layers, *sizes, like=like)
@@ -223,7 +185,6 @@ class TransformersTarget(nn.Module):
         prefill: bool = False,
         offset: int = 0,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """See `specdec.model.target.Target.forward`."""
         self.watch.clear()
         keep = 1 if not logits else 0 if last is None else last
         if cache is not None:

@@ -1,96 +1,76 @@
-"""The interface of a target: what `target.Target` and `hf_target.TransformersTarget` have in common."""
+"""The interface of a target or of a draft model: what `Target` and `hf_target.TransformersTarget` have in common."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from specdec.model.archs import ModelConfig
 from specdec.model.cache import KVCache
 
 
-class LanguageModel(Protocol):
-    """The interface of a target or of a draft model, as `Target` and `hf_target.TransformersTarget` implement it.
+class LanguageModel(nn.Module):
+    """A decoder-only language model whose every forward runs over a KVCache (`Target.forward` describes it).
 
-    `Target` and `TransformersTarget` describe each member in full.
+    The loader sets `name`, `tokenizer` and `eos`.
     """
 
-    name: str
-    tokenizer: Any  # of transformers; None if it was not loaded
-    eos: frozenset[int]
+    name: str = ""
+    tokenizer: Any = None  # of transformers; None if it was not loaded
+    eos: frozenset[int] = frozenset()
     config: ModelConfig
-    capturable: bool
-    masks_prompts: bool
-    experts: int
+    embed: nn.Embedding  # [V,H]
+    head: nn.Linear  # [V,H]
+    cache_shape: tuple[int, int]  # (K, Dh) of a layer's keys and values per token
+    capturable = False  # by CUDA graphs; see `specdec.engine.graphs`
+    masks_prompts = False  # a prefill needs a mask of T x T for each row
+    chains_only = False  # recurrent states, which know one text, rule out trees with siblings
+    reads_on = True  # a prompt can be read in parts
+    experts = 0  # per mixture layer; 0 for a dense model
 
-    @property
-    def chains_only(self) -> bool:
-        """True if recurrent states rule out trees with siblings."""
-
-    @property
-    def reads_on(self) -> bool:
-        """True if a prompt can be read in parts."""
-
-    @property
-    def embed(self) -> nn.Embedding:
-        """Token embedding [V,H]."""
-
-    @property
-    def head(self) -> nn.Linear:
-        """Output projection [V,H]."""
+    @override
+    def __repr__(self) -> str:
+        config, dtype = self.config, str(self.dtype).removeprefix("torch.")
+        sizes = f"{config.layers} layers, hidden size {config.hidden}, {config.vocab} tokens"
+        return f"{type(self).__name__}({str(self.name)!r}, {sizes}, {dtype} on {self.device})"
 
     @property
     def device(self) -> torch.device:
-        """Device of the embedding and of the cache."""
+        """Return the device of the embedding and of the cache."""
+        return self.embed.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
+        """Return the dtype of the weights."""
+        return self.embed.weight.dtype
 
     @property
     def vocab(self) -> int:
-        """Vocabulary size V."""
+        """Return V, the number of tokens."""
+        return self.config.vocab
 
     @property
     def query_heads(self) -> int:
-        """Number of query heads per layer."""
-
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        """Shape (K, Dh) of a layer's keys and values per token."""
-
-    __call__: Callable[..., Any]  # `forward`
-
-    def final_scale(self) -> Tensor:
-        """Return the root mean square of a hidden state after the final norm."""
+        """Return the number of query heads per layer."""
+        return self.config.heads
 
     def final_gain(self) -> Tensor:
         """Return the factor [H] that the final norm applies to a normalised state."""
+        raise NotImplementedError
+
+    def final_scale(self) -> Tensor:
+        """Return the root mean square of a hidden state after the final norm, as the norm's weights set it."""
+        return self.final_gain().square().mean().sqrt()
 
     def chosen_experts(self) -> list[Tensor]:
         """Return, per layer with experts, those of the last forward [tokens, experts of a token]."""
+        return []
 
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        """Return an empty cache of `rows` rows of `slots` positions."""
+        """Return an empty cache of `rows` rows of `slots` positions; the forwards over it use the present weights."""
+        raise NotImplementedError
 
     def cache_bytes(self, rows: int, slots: int) -> int:
         """Return the bytes that `new_cache` will take."""
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """See `nn.Module.parameters`."""
-
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        """See `nn.Module.buffers`."""
-
-    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
-        """See `nn.Module.modules`."""
-
-    def eval(self) -> Self:
-        """See `nn.Module.eval`."""
-
-    def float(self) -> Self:
-        """See `nn.Module.float`."""
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """See `nn.Module.to`."""
+        raise NotImplementedError

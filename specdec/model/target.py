@@ -11,6 +11,7 @@ from typing_extensions import override
 from specdec.model.archs import ModelConfig
 from specdec.model.attention import Attend, Attention, CacheView, NoCache, document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.language_model import LanguageModel
 from specdec.model.layers import GatedMLP, Linear, ModuleList, OffsetRMSNorm, RMSNorm
 from specdec.model.rope import RopeTable
 
@@ -74,34 +75,17 @@ class SandwichBlock(Block):
         return block
 
 
-def described(target) -> str:
-    """Return one line about a target: its name, sizes, dtype and device."""
-    config, dtype = target.config, str(target.dtype).removeprefix("torch.")
-    sizes = f"{config.layers} layers, hidden size {config.hidden}, {config.vocab} tokens"
-    return f"{type(target).__name__}({str(target.name)!r}, {sizes}, {dtype} on {target.device})"
+class Target(LanguageModel):
+    """The target of all native families. Weights are frozen: the target is never trained here."""
 
-
-class Target(nn.Module):
-    """A decoder-only language model whose every forward runs over a KVCache.
-
-    The loader sets `name`, `tokenizer` and `eos` (a set of ids). Weights are frozen: the target is never trained here.
-    """
-
-    name: str = ""
-    tokenizer: Any = None
-    eos: frozenset[int] = frozenset()
-    capturable = True  # see `specdec.engine.graphs`
-    masks_prompts = False  # a prefill needs no mask of T x T
-    chains_only = False  # it verifies trees
-    reads_on = True  # a prompt can be read in parts
-    experts = 0  # of a layer; 0: it is dense
+    capturable = True
     parts: tuple[Function, Function, list[tuple[Function, int]], Function]  # embedding, norm, (block, its kind), head
     groups: int  # query heads to a key head; like `parts`, set by `bind`
 
     def __init__(self, config: ModelConfig):
         """Create the decoder of this shape; `loader.load_native` fills its weights."""
         super().__init__()
-        self.config = config
+        self.config, self.cache_shape = config, (config.kv_heads, config.head_dim)
         self.embed = nn.Embedding(config.vocab, config.hidden)
         block = SandwichBlock if config.sandwich_norms else Block
         self.blocks = ModuleList(block(config) for _ in range(config.layers))
@@ -115,35 +99,6 @@ class Target(nn.Module):
         ropes = [config.local_rope if slides and config.local_rope else config.rope for slides in kinds]
         self.ropes = ModuleList(RopeTable(rope, config.head_dim) for rope in ropes)
         self.requires_grad_(False)
-
-    @override
-    def __repr__(self) -> str:
-        return described(self)
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of the weights."""
-        return self.norm.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the weights."""
-        return self.norm.weight.dtype
-
-    @property
-    def vocab(self) -> int:
-        """Return V, the number of tokens."""
-        return self.config.vocab
-
-    @property
-    def query_heads(self) -> int:
-        """Return the number of query heads per layer."""
-        return self.config.heads
-
-    @property
-    def cache_shape(self) -> tuple[int, int]:
-        """Return (K, Dh) of a layer's keys and values."""
-        return self.config.kv_heads, self.config.head_dim
 
     def bind(self) -> None:
         """Bind every part to its present weights (`layers.Freezable`)."""
@@ -183,27 +138,19 @@ class Target(nn.Module):
         weight = (weight if ids is None else weight[ids]).to(dtype)
         return self._capped(lambda x: F.linear(x.to(dtype), weight))
 
-    def final_scale(self) -> Tensor:
-        """Return the root mean square of a hidden state after the final norm, as the norm's weights set it."""
-        return self.norm.gain().square().mean().sqrt()
-
+    @override
     def final_gain(self) -> Tensor:
-        """Return the factor [H] that the final norm applies to a normalised state."""
         return self.norm.gain()
 
-    def chosen_experts(self) -> list[Tensor]:
-        """Return an empty list: native families have no experts."""
-        return []
-
+    @override
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        """Return an empty cache of `rows` rows, and bind the present weights for the forwards over it."""
         self.bind()
         for rope in self.ropes:
             rope.reserve(slots, self.norm.weight)
         return KVCache(self.config.layers, rows, slots, *self.cache_shape, like=self.norm.weight)
 
+    @override
     def cache_bytes(self, rows: int, slots: int) -> int:
-        """Return the bytes that `new_cache` will take."""
         return cache_bytes(self.config.layers, rows, slots, *self.cache_shape, like=self.norm.weight)
 
     @override

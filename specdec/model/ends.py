@@ -11,8 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.model.archs import ModelConfig, NotNative, read_config
-from specdec.model.archs.tensors import text_name
-from specdec.model.archs.wrapped import text_config
+from specdec.model.archs.wrapped import text_config, text_name
 from specdec.model.checkpoint import StrictFill, check_device, check_shapes, choose_dtype, read_headers, read_tensors
 from specdec.model.layers import ModuleList
 from specdec.model.loader import load_tokenizer, read_eos, target_parameters

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from specdec.cli.files import kept_folder
-from specdec.model.archs.tensors import set_aside
-from specdec.model.archs.wrapped import inner_name
+from specdec.model.archs.wrapped import inner_name, set_aside
 from specdec.model.checkpoint import read_headers
 from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.hf_config import read_windows

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.model.archs import ModelConfig, NotNative, read_config
-from specdec.model.archs.tensors import set_aside, text_name
-from specdec.model.archs.wrapped import is_wrapped, text_config
+from specdec.model.archs.wrapped import is_wrapped, set_aside, text_config, text_name
 from specdec.model.checkpoint import (
     StrictFill,
     check_device,

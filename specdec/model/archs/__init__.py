@@ -1,22 +1,9 @@
-"""Architectures: from a Hugging Face config to our `ModelConfig`, one small file per family.
+"""Architectures: from a Hugging Face config to our `ModelConfig`."""
 
-A family's file defines `read(config: dict) -> ModelConfig`. A new family is its file and its line in `FAMILIES`.
-"""
-
-from specdec.model.archs import gemma3, llama, mimo, mistral, qwen2, qwen3
 from specdec.model.archs.base import Architecture, ModelConfig, NotNative, read_rope, rope_fields
+from specdec.model.archs.families import FAMILIES
 from specdec.model.archs.wrapped import text_config
 from specdec.model.config_fields import check_config
-
-FAMILIES = {
-    "llama": Architecture(llama.read),
-    "mistral": Architecture(mistral.read),
-    "qwen2": Architecture(qwen2.read),
-    "qwen3": Architecture(qwen3.read),
-    "mimo": Architecture(mimo.read),
-    "gemma3_text": Architecture(gemma3.read),
-    "gemma3": Architecture(gemma3.read_multimodal, gemma3.is_vision),
-}
 
 
 def read_config(config: dict, name: str) -> ModelConfig:

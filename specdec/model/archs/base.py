@@ -57,6 +57,11 @@ class Architecture:
     set_aside: Callable[[str], bool] = lambda name: False  # does a tensor belong to a part that is no text model?
 
 
+# By kind of scaling the attributes of a Rope, and the config's fields for them
+SCALING: dict[str, dict[str, str]] = {"default": {}, "linear": {"factor": "factor"}}
+SCALING["llama3"] = {name: name for name in ("factor", "low_freq_factor", "high_freq_factor")}
+SCALING["llama3"]["original_context"] = "original_max_position_embeddings"
+
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -103,18 +108,6 @@ def read_sliding(config: dict, default: list[str]) -> dict:
     return {"sliding": tuple(kind == "sliding_attention" for kind in types), "window": window}
 
 
-def read_qwen_sliding(config: dict) -> dict:
-    """As `read_sliding`, for Qwen2 and 3: with `use_sliding_window`, layers from `max_window_layers` on slide."""
-    fields = {"sliding_window": 4096} | config
-    if not config.get("use_sliding_window"):
-        if "sliding_attention" in (config.get("layer_types") or ()):
-            raise ValueError("layer_types names sliding layers, but use_sliding_window is off")
-        fields["sliding_window"] = None
-    full, layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
-    slide = ["sliding_attention" if layer >= full else "full_attention" for layer in range(layers)]
-    return read_sliding(fields, slide if fields["sliding_window"] is not None else ["full_attention"] * layers)
-
-
 def read_rope(config: dict) -> Rope:
     """Return the rope of a config, from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling`.
 
@@ -127,33 +120,13 @@ def read_rope(config: dict) -> Rope:
     theta = float(fields.get("rope_theta", config.get("rope_theta", 10000.0)))
     if config.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0)) != 1.0:
         raise NotNative("partial rotary embedding is not native")
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, "linear", factor=float(fields["factor"]))
-    if kind == "llama3":
-        return Rope(
-            theta,
-            "llama3",
-            factor=float(fields["factor"]),
-            low_freq_factor=float(fields["low_freq_factor"]),
-            high_freq_factor=float(fields["high_freq_factor"]),
-            original_context=int(fields["original_max_position_embeddings"]),
-        )
-    raise NotNative(f"rope type {kind!r} is not native")
+    if kind not in SCALING:
+        raise NotNative(f"rope type {kind!r} is not native")
+    how = {own: type(getattr(Rope, own))(fields[field]) for own, field in SCALING[kind].items()}
+    return Rope(theta, kind, **how)
 
 
 def rope_fields(rope: Rope) -> dict:
     """Return the config fields of `rope` in the older spelling, which all readers know; `read_rope` reads them back."""
-    fields: dict = {"rope_theta": rope.theta}
-    if rope.scaling == "linear":
-        fields["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
-    elif rope.scaling == "llama3":
-        fields["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_context,
-        }
-    return fields
+    scaling = {field: getattr(rope, own) for own, field in SCALING[rope.scaling].items()}
+    return {"rope_theta": rope.theta} | ({"rope_scaling": {"rope_type": rope.scaling, **scaling}} if scaling else {})

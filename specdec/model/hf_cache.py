@@ -32,7 +32,7 @@ class SlotCache(Cache):
         padded = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2).to(self.slots.device) for x in new)
         self.cache.write(place, self.slots, *padded)
         stored = self.cache.read(place, 0, self.visible)
-        # A layer may be on another device than the cache (`model.hf_place`).
+        # A layer may be on another device than the cache (`model.hf_devices`).
         return tuple(x.narrow(3, 0, y.shape[-1]).to(y.device) for x, y in zip(stored, new, strict=True))
 
     @override

@@ -15,9 +15,8 @@ from specdec.cli.files import kept_folder
 from specdec.model.archs.wrapped import inner_name, set_aside
 from specdec.model.checkpoint import read_headers
 from specdec.model.finite import ALLOWED, nonfinite
-from specdec.model.hf_config import read_windows
-from specdec.model.hf_parallel import keep_shares, local, share
-from specdec.model.hf_place import hold_ends, read_map
+from specdec.model.hf_devices import hold_ends, keep_shares, local, read_map, share
+from specdec.model.hf_family import read_windows
 from specdec.model.hf_target import TransformersTarget
 
 # Names in a checkpoint that wraps the model -> the model's own (`archs.wrapped`).

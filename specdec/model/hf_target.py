@@ -19,10 +19,8 @@ from specdec.model.archs import ModelConfig
 from specdec.model.attention import document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.hf_cache import SlotCache, Traced, read_states, take_over, trace
-from specdec.model.hf_check import check
-from specdec.model.hf_config import count_experts, exact_context, read_windows
-from specdec.model.hf_experts import ExpertWatch
-from specdec.model.hf_place import weight_of
+from specdec.model.hf_devices import weight_of
+from specdec.model.hf_family import ExpertWatch, check, count_experts, exact_context, read_windows
 from specdec.model.language_model import LanguageModel
 from specdec.model.recurrent import BUDGET, HybridCache, State, hybrid_bytes
 from specdec.model.rope import Rope

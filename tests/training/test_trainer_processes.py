@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from short_runs import CONF, SMALL, composed, logged
 from transformers import AutoConfig
 
-from specdec.model.hf_parallel import misfit, shares, sketch
+from specdec.model.hf_devices import misfit, shares, sketch
 from specdec.model.loader import load_target
 from specdec.ranks import share_output
 from specdec.training.loop.checkpoint import checkpoints

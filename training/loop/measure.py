@@ -64,7 +64,7 @@ def shared_target(target) -> dict[int, int]:
     """
     from transformers import AutoConfig
 
-    from specdec.model.hf_parallel import misfit, shares, sketch
+    from specdec.model.hf_devices import misfit, shares, sketch
 
     config = AutoConfig.from_pretrained(resolve(target.name), trust_remote_code=False)
     text = config.get_text_config(decoder=True)

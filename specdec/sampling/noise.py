@@ -11,7 +11,7 @@ of a row is the v with the largest log p(v) + G(seed, t, v). So it depends on no
     G         = -log e                                                  Gumbel
 
 mix64 is SplitMix64's finalizer, and mix32, whose two halves surround b, is "lowbias32" (Wellons, Hash Prospector,
-2018). Of 32-bit numbers torch has signed ones only: their products wrap as unsigned ones do. `specdec.ops.cuda.noise`
+2018). Of 32-bit numbers torch has signed ones only: their products wrap as unsigned ones do. `specdec.ops.cuda.shared`
 computes the same bits. A small e wins, so u is exact near 0; at the other end it stays below 1, and no e is above 16.7.
 """
 

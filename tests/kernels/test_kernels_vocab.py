@@ -9,7 +9,7 @@ import triton.language as tl
 from kernel_cases import close, in_dtypes, on_devices, sums
 
 from specdec.ops.cuda import filtered_sampling, head_topk
-from specdec.ops.cuda.noise import noise_bits
+from specdec.ops.cuda.shared import noise_bits
 from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Noise, bits_of, gumbel, hashes_of
 from specdec.structs import Sampling

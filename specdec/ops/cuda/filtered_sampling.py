@@ -32,8 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.ops.cuda.noise import exponential
-from specdec.ops.cuda.parts import part_count, processors
+from specdec.ops.cuda.shared import exponential, part_count, processors
 
 LANES = 2048  # sets of tokens of a row whose largest bound its top-k-th largest; tokens of a tile of `scan`
 TILE = 1024  # tokens of a tile of `list` and `draw`, which need more registers for each

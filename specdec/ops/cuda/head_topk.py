@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec.ops import MOST_LIKELY
-from specdec.ops.cuda.product import product
+from specdec.ops.cuda.shared import product
 
 BLOCK = 128  # tokens of a program
 

@@ -16,8 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec.ops.cuda.parts import part_count, processors
-from specdec.ops.cuda.product import product
+from specdec.ops.cuda.shared import part_count, processors, product
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LEAST_PART = 256  # slots of a part at least; merging shorter ones costs more than they gain

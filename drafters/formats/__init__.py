@@ -35,7 +35,7 @@ from specdec.drafters.formats import (
 from specdec.drafters.formats.base import EMBEDDING, Family, Layout, Meaning, Tensors, differences, facts_of
 from specdec.drafters.formats.maps import map_doubts, read_token_map
 from specdec.drafters.layers import restrict
-from specdec.model import finite
+from specdec.model import checkpoint as weights
 from specdec.model.archs.wrapped import text_config
 from specdec.model.checkpoint import (
     DRAFT_DTYPES,
@@ -107,7 +107,7 @@ class Checkpoint:
     def refuse_nonfinite(self) -> None:
         """Raises ValueError that names the first of the tensors that hold NaN or Inf."""
         if self.nonfinite:
-            raise ValueError(f"{self.path}: {self.nonfinite[0]}; {finite.ALLOWED}")
+            raise ValueError(f"{self.path}: {self.nonfinite[0]}; {weights.ALLOWED}")
 
     def problems(self) -> list[str]:
         """What keeps it from loading with any target: tensors, numbers of the config, the map, NaN and Inf."""
@@ -159,7 +159,7 @@ def _open(folder: Path, path: str, headers: bool) -> Checkpoint:
     names = {name for name, tensor in tensors.items() if id(tensor) in counted}
     there = names if not headers else names - set(held)
     looked_at = chain(read_tensors(folder, only=names - there), ((name, tensors[name]) for name in sorted(there)))
-    nonfinite = tuple(filter(None, starmap(finite.nonfinite, looked_at)))
+    nonfinite = tuple(filter(None, starmap(weights.nonfinite, looked_at)))
     doubts = (*layout.doubts(config), *map_doubts(loaded))
     return Checkpoint(str(path), family, layout, meaning, loaded, doubts, nonfinite)
 
@@ -241,8 +241,8 @@ def load_drafter(
     drafter.to(device=target.device, dtype=target.dtype if rounds else dtype or target.dtype)
     if not allow_nonfinite and not checkpoint.nonfinite:
         for name, weight in drafter.named_parameters():
-            if found := finite.nonfinite(name, weight):  # a value was finite in the file and is too large here
-                raise ValueError(f"{path}: in {weight.dtype} {found}; choose a wider dtype, or {finite.ALLOWED}")
+            if found := weights.nonfinite(name, weight):  # a value was finite in the file and is too large here
+                raise ValueError(f"{path}: in {weight.dtype} {found}; choose a wider dtype, or {weights.ALLOWED}")
     drafter.eval().requires_grad_(False)
     if rounds:
         round_weights(drafter)

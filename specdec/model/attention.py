@@ -76,19 +76,13 @@ class CacheView:
         scale: float | None = None,
         slots: Tensor | None = None,
     ):
-        """Take the n scratch slots after `offset`.
+        """Take the n scratch slots after `offset`, for n new positions per row.
 
-        Args:
-            cache: The cache.
-            n: Number of new positions per row.
-            ancestors: [B,n,offset+n] bool, the scratch slots that each position sees, itself included; None: causal.
-            groups: Query heads per key head.
-            offset: Scratch slots that an earlier forward has filled.
-            prefill: The rows are empty.
-            depth: [B,n] position after the committed length; needed with a window.
-            window: Positions that a layer sees; None for all.
-            scale: Factor of the scores; None for 1 / sqrt(Dh).
-            slots: [B*n] flat indices of the new positions, if the caller has them.
+        ancestors [B,n,offset+n] bool: the scratch slots that each position sees, itself included; None: causal.
+        groups: query heads per key head. offset: scratch slots that an earlier forward has filled. prefill: the rows
+        are empty. depth [B,n]: position after the committed length; needed with a window. window: positions that a
+        layer sees; None for all. scale: factor of the scores; None for 1 / sqrt(Dh). slots [B*n]: flat indices of the
+        new positions, if the caller has them.
         """
         self.cache, self.scale, self.fresh, self.seen = cache, scale, prefill, None
         self.slots = cache.slots_of(cache.places[offset : offset + n]) if slots is None else slots
@@ -140,17 +134,11 @@ class Attention(Freezable):
         o_bias: bool = False,
         norm: type[RMSNorm] = RMSNorm,
     ):
-        """Create the projections and, with `qk_norm`, the norms of the heads of q and k.
+        """Create the projections of x of size `width` and, with `qk_norm`, the norms of the heads of q and k.
 
-        Args:
-            shape: An object with `hidden`, `heads`, `kv_heads`, `head_dim` and `eps`.
-            width: Size of x.
-            bias: q, k and v have a bias.
-            qk_norm: Each head of q and k is normalised.
-            gate: Each query head has a gate of its size for the head's output (Qwen3-Next).
-            rotary_dim: Number of a head's dimensions that are rotated (GLM-4.5, Qwen3-Next); None for all.
-            o_bias: The output has a bias.
-            norm: Class of the norms.
+        shape: has `hidden`, `heads`, `kv_heads`, `head_dim` and `eps`. gate: each query head has a gate of its size for
+        the head's output (Qwen3-Next). rotary_dim: number of a head's dimensions that are rotated (GLM-4.5,
+        Qwen3-Next); None for all.
         """
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from specdec.acceptance import FILE as ACCEPTANCE
 from specdec.acceptance import Acceptance
 from specdec.cli.files import replace_folder
-from specdec.model.finite import ALLOWED, nonfinite
 from specdec.model.weight_files import weight_files
 from specdec.ops.linear import round_int8
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DRAFT_DTYPES = DTYPES | {"int8": torch.int8}
+ALLOWED = "commands that decode take it with --allow-nonfinite"
 SCALE = "_scale"  # follows the name of a tensor in int8, as in compressed-tensors
 
 
@@ -33,7 +33,7 @@ def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[
         if file.suffix == ".safetensors":
             yield from read_file(file, only)
         else:
-            tensors = _pickled_tensors(file, "cpu")
+            tensors = named_tensors(read_pickle(file), file)
             yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
 
 
@@ -83,9 +83,11 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
     """Return a checkpoint's tensors on the meta device, without reading weights; ValueError if two files hold one."""
     headers: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        found = _safetensors_headers(file) if file.suffix == ".safetensors" else _pickled_tensors(file, "meta")
-        twice = sorted(set(found) & set(headers))
-        if twice:
+        if file.suffix == ".safetensors":
+            found = _safetensors_headers(file)
+        else:
+            found = named_tensors(read_pickle(file, "meta"), file)
+        if twice := sorted(set(found) & set(headers)):
             raise ValueError(f"{folder}: the tensor {twice[0]} is there twice; remove the files that do not belong")
         headers |= found
     return headers
@@ -107,19 +109,10 @@ def _safetensors_headers(file: Path) -> dict[str, Tensor]:
 
 
 SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 @contextmanager
@@ -131,11 +124,6 @@ def _safe_open(file: Path):
         raise ValueError(f"{file} is damaged or not safetensors: {error}") from None
     except OSError as error:
         raise ValueError(f"cannot read {file}: {error.strerror or error}") from None
-
-
-def _pickled_tensors(file: Path, device: str) -> dict[str, Tensor]:
-    content = read_pickle(file, device)
-    return named_tensors(content, file)
 
 
 def named_tensors(content: object, file: Path) -> dict[str, Tensor]:
@@ -178,16 +166,30 @@ def _misfit(source: str, name: str, found: Sequence[int], wanted: Sequence[int])
     return ValueError(f"{source}: tensor {name} has shape {list(found)}, the config asks for {list(wanted)}")
 
 
+def nonfinite(name: str, tensor: Tensor) -> str:
+    """Return how many values of a tensor are NaN or Inf, as after a training run that diverged; empty if none is.
+
+    A sum is finite only if all values are. It reads the tensor once, at the speed of memory; `isfinite` takes ten times
+    as long on a CPU. Values are counted only if the sum is not finite, which large numbers can cause too.
+    """
+    if not tensor.is_floating_point():
+        return ""
+    if tensor.element_size() == 1:  # torch does not add fp8
+        tensor = tensor.float()
+    if tensor.sum().isfinite():
+        return ""
+    counts = {"NaN": int(tensor.isnan().sum()), "Inf": int(tensor.isinf().sum())}
+    found = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+    return found and f"{name} holds {found} among {tensor.numel()} values"
+
+
 class StrictFill:
     """Fill parameters from named tensors, each exactly once. A fused parameter is filled in parts."""
 
     def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]], finite: bool = False):
-        """Prepare to fill parameters.
+        """Fill `parameters`, tensor name -> (our tensor, first row, number of rows), from a checkpoint called `source`.
 
-        Args:
-            source: The checkpoint's name, for errors.
-            parameters: Tensor name -> (our tensor, first row, number of rows).
-            finite: Reject NaN and Inf.
+        finite: Reject NaN and Inf.
         """
         self.source, self.parameters, self.missing, self.finite = source, parameters, set(parameters), finite
 
@@ -207,8 +209,7 @@ class StrictFill:
         if not value.is_floating_point():  # quantised: it means nothing without scales, which are not read
             raise ValueError(f"{self.source}: tensor {name} holds whole numbers, and no weights")
         slot.copy_(value)
-        found = self.finite and nonfinite(name, slot)
-        if found:
+        if found := self.finite and nonfinite(name, slot):
             raise ValueError(f"{self.source}: {found}; {ALLOWED}")
         self.missing.discard(name)
         return True
@@ -268,16 +269,10 @@ def write_folder(
 ) -> None:
     """Write config.json and model.safetensors as one folder, whole or not at all, replacing older files.
 
-    Args:
-        folder: The checkpoint folder.
-        config: Contents of config.json.
-        tensors: Weights by name.
-        acceptance: The drafter's measured acceptance, if there is one.
-        apart: Name of a pickle, and the prefix of the tensors that it holds.
-        pickles: Further pickles by name; None for a pickle only allows replacing an older one.
+    apart: name of a pickle, and the prefix of the tensors that it holds. pickles: further pickles by name; None for a
+    pickle only allows replacing an older one.
 
-    Raises:
-        ValueError: The folder holds other files, which would be lost, or cannot be written.
+    Raises ValueError if the folder holds other files, which would be lost, or cannot be written.
     """
     (pickle_name, prefix), pickles = apart or ("", ""), pickles or {}
 

@@ -12,9 +12,9 @@ from typing_extensions import override
 
 from specdec.model.archs import ModelConfig, NotNative, read_config
 from specdec.model.archs.wrapped import text_config, text_name
-from specdec.model.checkpoint import StrictFill, check_device, check_shapes, choose_dtype, read_headers, read_tensors
+from specdec.model.checkpoint import check_device, choose_dtype, read_headers, read_tensors
 from specdec.model.layers import ModuleList
-from specdec.model.loader import load_tokenizer, read_eos, target_parameters
+from specdec.model.loader import allocate, load_tokenizer, read_eos
 from specdec.model.names import resolve
 from specdec.model.rope import Rope
 from specdec.model.target import Target
@@ -106,18 +106,10 @@ def load_ends(path: str | os.PathLike, *, dtype: str = "auto", device: str = "cp
     """
     folder, name = resolve(path), str(path)
     raw, place, headers = read_json(folder / "config.json"), check_device(device), read_headers(folder)
-    config = read_ends(raw, name, any(text_name(tensor, raw) == "lm_head.weight" for tensor in headers))
-    with torch.device("meta"):
-        target = TargetEnds(config).to(choose_dtype(dtype, text_config(raw), place))
-    places = target_parameters(target)
-    ours = {tensor: text_name(tensor, raw) for tensor in headers if text_name(tensor, raw) in places}
-    check_shapes(
-        name,
-        {key: headers[tensor] for tensor, key in ours.items()},
-        {key: p.shape for key, (p, _, _) in places.items()},
-    )
-    target.to_empty(device=place)
-    fill = StrictFill(name, target_parameters(target), finite=True)
+    inner = {text_name(tensor, raw): value for tensor, value in headers.items()}
+    config = read_ends(raw, name, "lm_head.weight" in inner)
+    target, fill = allocate(TargetEnds, config, name, inner, choose_dtype(dtype, text_config(raw), place), place)
+    ours = {tensor: key for tensor in headers if (key := text_name(tensor, raw)) in fill.parameters}
     for tensor, value in read_tensors(folder, only=ours):
         fill.put(ours[tensor], value)
     fill.finish()

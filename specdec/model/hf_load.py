@@ -13,8 +13,7 @@ from transformers.utils import logging
 
 from specdec.cli.files import kept_folder
 from specdec.model.archs.wrapped import inner_name, set_aside
-from specdec.model.checkpoint import read_headers
-from specdec.model.finite import ALLOWED, nonfinite
+from specdec.model.checkpoint import ALLOWED, nonfinite, read_headers
 from specdec.model.hf_devices import hold_ends, keep_shares, local, read_map, share
 from specdec.model.hf_family import read_windows
 from specdec.model.hf_target import TransformersTarget

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from specdec.ops.gated import gated_mlp, gated_mlp_add
-from specdec.ops.linear import check_int8, linear
+from specdec.ops.linear import has_int8, linear
 from specdec.ops.rms_norm import norm_pair, rms_norm
 
 if TYPE_CHECKING:
@@ -81,7 +81,8 @@ def round_weights(drafter: nn.Module) -> None:
     """Let a drafter's products take weights in int8. ValueError where there is no such product."""
     for module in drafter.modules():
         if isinstance(module, LinearMap):
-            check_int8(module.weight.device)
+            if not has_int8(module.weight.device):
+                raise ValueError("draft_dtype int8 needs a CPU of the x86 family: give fp32 or bf16, or leave it out")
             module.int8 = True
 
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ from specdec.schema import named_arguments, shown
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 # Architectures of drafters, by what published checkpoints and ours say.
 DRAFTER = re.compile(r"Eagle3?(Speculator)?$|Medusa|^MtpDrafter$|DFlash|DSpark|DraftModel")
+
+Kind = TypeVar("Kind", bound=Target)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -99,7 +101,8 @@ def load_target(
         return model_in_memory(path, tokenizer, generic, allow_nonfinite)
     raw = read_json((folder := resolve(path)) / "config.json")
     refuse_drafter(raw, str(path))
-    place = check_device(own_gpu(device) if tp_plan else device)
+    own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if tp_plan and device == "cuda" else device  # of this process
+    place = check_device(own)
     if place.index is not None and place.type == "cuda":
         torch.cuda.set_device(place)  # Triton launches on the current device, whatever its tensors are on
     weights = choose_dtype(dtype, text_config(raw), place)
@@ -129,16 +132,11 @@ def load_target(
 
 
 def model_in_memory(
-    model: "PreTrainedModel",
-    tokenizer: "bool | PreTrainedTokenizerBase" = False,
-    generic: bool = False,
-    allow_nonfinite: bool = False,
+    model: "PreTrainedModel", tokenizer: "bool | PreTrainedTokenizerBase", generic: bool, allow_nonfinite: bool
 ) -> LanguageModel:
     """Return a target with the weights of a causal language model of transformers. See `load_target`.
 
-    Raises:
-        TypeError: It is no such model.
-        ValueError: We cannot run it.
+    Raises TypeError for another object, and ValueError for a model that we cannot run.
     """
     if not is_transformers(model):
         kind = type(model).__name__
@@ -173,11 +171,6 @@ def is_transformers(model: object) -> bool:
     return loaded is not None and isinstance(model, loaded.PreTrainedModel)
 
 
-def own_gpu(device: str) -> str:
-    """Return the GPU of this process among those of its machine, for the device 'cuda'."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
-
-
 def refuse_drafter(config: dict, name: str) -> None:
     """Raise ValueError for the config of a drafter, for which other errors would be less clear."""
     named = config.get("architectures")
@@ -194,7 +187,7 @@ def load_native(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     device: torch.device,
-    allow_nonfinite: bool = False,
+    allow_nonfinite: bool,
 ) -> Target:
     """Return our own decoder, filled with every tensor of the target. headers: shapes of the tensors, by name.
 
@@ -202,12 +195,7 @@ def load_native(
     """
     headers = {text_name(tensor, raw): value for tensor, value in headers.items()}
     check_sizes(name, config, headers)
-    with torch.device("meta"):
-        target = Target(config).to(dtype)
-    places = target_parameters(target)
-    check_shapes(name, headers, {key: (rows, *tensor.shape[1:]) for key, (tensor, _, rows) in places.items()})
-    target.to_empty(device=device)
-    fill = StrictFill(name, target_parameters(target), finite=not allow_nonfinite)
+    target, fill = allocate(Target, config, name, headers, dtype, device, allow_nonfinite)
     spare_head = None
     for tensor, value in tensors:
         key = text_name(tensor, raw)
@@ -225,6 +213,19 @@ def load_native(
             )
         target.head.weight = target.embed.weight
     return target
+
+
+def allocate(
+    kind: type[Kind], config: ModelConfig, name: str, headers: Mapping[str, Tensor], dtype: torch.dtype,
+    device: torch.device, allow_nonfinite: bool = False,
+) -> tuple[Kind, StrictFill]:  # fmt: skip
+    """Return a target of this class with memory for its weights, and what fills them, once the shapes are checked."""
+    with torch.device("meta"):
+        target = kind(config).to(dtype)
+    places = target_parameters(target)
+    check_shapes(name, headers, {key: (rows, *tensor.shape[1:]) for key, (tensor, _, rows) in places.items()})
+    target.to_empty(device=device)
+    return target, StrictFill(name, target_parameters(target), finite=not allow_nonfinite)
 
 
 def check_sizes(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:

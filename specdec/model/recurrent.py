@@ -168,17 +168,10 @@ class HybridCache(KVCache):
         like: Tensor,
         budget: float,
     ):
-        """Allocate an empty cache; other arguments are those of `KVCache`.
+        """Allocate an empty cache. `attention`: indices of the layers that attend. Other arguments as for `KVCache`.
 
-        Args:
-            attention: Indices of the model's attention layers.
-            shapes: States of the recurrent layers, as for `RecurrentCache.empty`.
-            rows: Number of rows.
-            slots: Positions per row.
-            kv_heads: Key heads per layer.
-            head_dim: Size of a head.
-            like: Tensor with the dtype and device of keys and values.
-            budget: Bytes for windows; inf: the layers are exact over one position at a time only.
+        shapes: states of the recurrent layers, as for `RecurrentCache.empty`. budget: bytes for windows; inf: the
+        layers are exact over one position at a time only.
         """
         self.place = {layer: place for place, layer in enumerate(attention)}
         self.states = {layer: RecurrentCache.empty(shape, rows) for layer, shape in shapes.items()}

@@ -73,7 +73,8 @@ def linear(weight: Tensor, bias: Tensor | None, int8: bool = False) -> Product:
     if isinstance(packed, torch.ScriptObject):
         return _int8_linear(packed, bias, weight.dtype)
     if isinstance(packed, RowsWeight):
-        return _rows_linear(packed, bias)
+        own, (into, size) = native.operator("linear"), packed
+        return (lambda x: own(x, into, size)) if bias is None else (lambda x: own(x, into, size).add_(bias))
     if isinstance(packed, Fp16Weight):
         return _fp16_linear(packed, bias)
     many = _plain_linear(weight, bias) if packed is None else _onednn_linear(packed, bias)
@@ -91,13 +92,6 @@ def _plain_linear(weight: Tensor, bias: Tensor | None) -> Product:
 def _onednn_linear(packed: Tensor, bias: Tensor | None) -> Product:
     product = torch.ops.mkldnn._linear_pointwise.default._op  # the bare operator takes 1 us less than its wrapper
     return lambda x: product(x, packed, bias, "none", [], "")
-
-
-def _rows_linear(weight: RowsWeight, bias: Tensor | None) -> Product:
-    (packed, size), product = weight, native.operator("linear")
-    if bias is not None:
-        return lambda x: product(x, packed, size).add_(bias)
-    return lambda x: product(x, packed, size)
 
 
 def _fp16_linear(weight: Fp16Weight, bias: Tensor | None) -> Product:
@@ -213,13 +207,7 @@ def has_int8(device: torch.device) -> bool:
     return device.type == "cpu" and (native.has_rows() or fbgemm)
 
 
-def check_int8(device: torch.device) -> None:
-    """Raise ValueError where there is no product with weights in int8."""
-    if not has_int8(device):
-        raise ValueError("draft_dtype int8 needs a CPU of the x86 family: give fp32 or bf16, or leave it out")
-
-
-def pack_bf16(weight: Tensor) -> RowsWeight | None:
+def _pack_bf16(weight: Tensor) -> RowsWeight | None:
     """Pack the weight in bf16; None unless bf16 holds all values exactly, and there is a product for them."""
     if weight.dtype != torch.float32 or weight.shape[1] % 2 or not native.has_rows():
         return None
@@ -227,7 +215,7 @@ def pack_bf16(weight: Tensor) -> RowsWeight | None:
     return _pack_rows(narrow, 2) if torch.equal(narrow.float(), weight) else None
 
 
-def pack_fp32(weight: Tensor) -> RowsWeight | None:
+def _pack_fp32(weight: Tensor) -> RowsWeight | None:
     """Return the weight in our own layout in fp32; None where there is no product for it."""
     return _pack_rows(weight, 1) if weight.dtype == torch.float32 and native.has_rows() else None
 
@@ -246,34 +234,25 @@ def round_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (weight.float() / scales[:, None]).round().to(torch.int8), scales
 
 
-def pack_int8(weight: Tensor) -> RowsWeight | None:
-    """Round the weight to int8 and pack it. None where there is no product for it."""
-    size, inputs = weight.shape
-    if weight.dtype != torch.float32 or inputs % 2 or not native.has_rows():
-        return None
-    rounded, scales = round_int8(weight)
-    groups = F.pad(rounded, (0, 0, 0, -size % UNIT)).view(-1, UNIT, inputs // 2, 2).transpose(1, 2)
-    by = F.pad(scales, (0, -size % UNIT)).view(torch.int8).view(-1, SCALES, UNIT, 2)
-    return RowsWeight(torch.cat([groups, by], 1), size)
-
-
 def _pack_int8(weight: Tensor) -> RowsWeight | torch.ScriptObject | None:
-    """Round and pack the weight; None for small weights where our own product is not available."""
-    if (packed := pack_int8(weight)) is not None or weight.numel() < LARGE:
-        return packed
-    _, scales = round_int8(weight)
-    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    """Round the weight to int8 and pack it; None for small weights where our own product is not available."""
+    (size, inputs), (rounded, scales) = weight.shape, round_int8(weight)
+    if weight.dtype == torch.float32 and inputs % 2 == 0 and native.has_rows():
+        groups = F.pad(rounded, (0, 0, 0, -size % UNIT)).view(-1, UNIT, inputs // 2, 2).transpose(1, 2)
+        by = F.pad(scales, (0, -size % UNIT)).view(torch.int8).view(-1, SCALES, UNIT, 2)
+        return RowsWeight(torch.cat([groups, by], 1), size)
+    if weight.numel() < LARGE:
+        return None
+    zeros = torch.zeros(size, dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch 2.13 calls it deprecated, and has nothing else for FBGEMM
-        rounded = torch.quantize_per_channel(weight.float(), scales.double(), zeros, 0, torch.qint8)
-    return torch.ops.quantized.linear_prepack(rounded, None)
+        quantised = torch.quantize_per_channel(weight.float(), scales.double(), zeros, 0, torch.qint8)
+    return torch.ops.quantized.linear_prepack(quantised, None)
 
 
 def _pack(weight: Tensor) -> Tensor | RowsWeight | Fp16Weight | None:
-    for pack in (pack_bf16, _pack_fp16, _pack_onednn, pack_fp32):
-        if (packed := pack(weight)) is not None:
-            return packed
-    return None
+    ways = (_pack_bf16, _pack_fp16, _pack_onednn, _pack_fp32)
+    return next((packed for way in ways if (packed := way(weight)) is not None), None)
 
 
 def _pack_fp16(weight: Tensor) -> Fp16Weight | None:

@@ -10,8 +10,7 @@ from published import CONFIG, PUBLISHED, H, U, V, make_target, mtp_shapes, permu
 from specdec.drafters.formats import load_drafter, open_checkpoint
 from specdec.drafters.formats.convert import convert
 from specdec.drafters.formats.description import as_text, inspect
-from specdec.model.checkpoint import read_tensors
-from specdec.model.finite import nonfinite
+from specdec.model.checkpoint import nonfinite, read_tensors
 from specdec.model.loader import load_target
 
 NAN, INF = float("nan"), float("inf")

@@ -90,6 +90,7 @@ class RMSNorm(Freezable):
     """y = x / sqrt(mean(x^2) + eps) * weight. With a residual it returns the sum of both, and the norm of the sum."""
 
     offset: bool = False  # the weight is stored less 1
+    weight: Tensor
 
     def __init__(self, size: int, eps: float):
         """Norm vectors of `size` elements; `eps` is added to the mean square."""

@@ -216,9 +216,14 @@ def load_native(
 
 
 def allocate(
-    kind: type[Kind], config: ModelConfig, name: str, headers: Mapping[str, Tensor], dtype: torch.dtype,
-    device: torch.device, allow_nonfinite: bool = False,
-) -> tuple[Kind, StrictFill]:  # fmt: skip
+    kind: type[Kind],
+    config: ModelConfig,
+    name: str,
+    headers: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+    allow_nonfinite: bool = False,
+) -> tuple[Kind, StrictFill]:
     """Return a target of this class with memory for its weights, and what fills them, once the shapes are checked."""
     with torch.device("meta"):
         target = kind(config).to(dtype)

@@ -36,15 +36,14 @@ class Rope:
         inv = 1.0 / (self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim))
         if self.scaling == "linear":
             return inv / self.factor
-        if self.scaling == "llama3":
-            wavelength = 2 * math.pi / inv
-            low, high = self.original_context / self.low_freq_factor, self.original_context / self.high_freq_factor
-            ramp = (self.original_context / wavelength - self.low_freq_factor) / (
-                self.high_freq_factor - self.low_freq_factor
-            )
-            blended = (1 - ramp) * inv / self.factor + ramp * inv
-            return torch.where(wavelength > low, inv / self.factor, torch.where(wavelength < high, inv, blended))
-        return inv
+        if self.scaling != "llama3":
+            return inv
+        wavelength, low, high = 2 * math.pi / inv, self.low_freq_factor, self.high_freq_factor
+        ramp = (self.original_context / wavelength - low) / (high - low)
+        blended = torch.where(
+            wavelength < self.original_context / high, inv, (1 - ramp) * inv / self.factor + ramp * inv
+        )
+        return torch.where(wavelength > self.original_context / low, inv / self.factor, blended)
 
     def tables(self, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin [positions, Dh] fp32. The first half of sin is negative: one roll does `rotate_half`."""

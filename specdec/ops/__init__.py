@@ -32,10 +32,7 @@ class Norm(Protocol):
 
     eps: float
     offset: bool
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight as stored, [H]."""
+    weight: Tensor  # as stored, [H]
 
     def gain(self) -> Tensor:
         """Return the factors that the normed values are multiplied by: the weight, plus 1 with `offset`."""

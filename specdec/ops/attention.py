@@ -41,28 +41,14 @@ def tree_attention(
     The function takes q [B,n,heads,Dh] and keys and values [B,K,S,Dh], and returns [B,n,heads*Dh]. The second result is
     None where our own operators do not serve.
 
-    Args:
-        memory: Keys and values of a layer [2,B,S,K,Dh].
-        lens: Committed slots of each row [B].
-        places: 0 to S - 1, of which the last n before `nodes` are those of the positions, counted from lens.
-        n: Number of new positions.
-        nodes: Number of scratch slots in use.
-        ancestors: The scratch slots that each position sees [B,n,nodes], bool; None for causal.
-        depth: The positions [B,n], counted from lens; used with a window only.
-        bound: At least the largest of lens.
-        groups: Query heads to a key head.
-        window: Number of positions that a position sees, itself included; None for all.
-        scale: Factor of the products of q and keys; None for Dh ** -0.5.
+    memory [2,B,S,K,Dh]: keys and values of a layer. lens [B]: committed slots. places: 0 to S - 1, of which the last n
+    before `nodes`, the number of scratch slots in use, are those of the positions. bound: at least the largest of lens.
+    ancestors, depth, groups, window, scale: see `CacheView`.
     """
     _, batch, slots, _, dim = memory.shape
     if kernel := kernel_for("tree_attention", memory):
-        how: dict[str, Any] = {
-            "depth": None if ancestors is None else depth,
-            "window": window,
-            "scale": scale,
-            "slots": bound,
-        }
-        return lambda q, keys, values: kernel(q, keys, values, lens, ancestors, nodes, **how), None
+        how: dict[str, Any] = {"depth": None if ancestors is None else depth, "window": window, "scale": scale}
+        return lambda q, keys, values: kernel(q, keys, values, lens, ancestors, nodes, slots=bound, **how), None
     if window is None and n <= FEW and dim in DIMS and native.serves(memory):
         seen = Seen(lens, ancestors, nodes, dim**-0.5 if scale is None else scale)
         operator = native.operator("tree_attention")

@@ -240,13 +240,7 @@ def _draw(
 
 
 def launch(
-    logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    min_p: float,
-    keys: Tensor,
-    parts: int | None = None,
+    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, keys: Tensor, parts: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Draw a token of each row of logits [R,V]. Return the tokens [R] int64 and the thresholds t [R] fp32.
 

@@ -81,8 +81,7 @@ def launch(
     batch, cos, sin = len(cos), cos.flatten(0, 2), sin.flatten(0, 2)
     kv_heads = keys.shape[1] // dim
     q_heads = heads - 2 * kv_heads
-    assert qkv.stride(2) == 1
-    assert qkv.stride(1) == dim
+    assert qkv.stride()[1:] == (dim, 1)
     assert keys.stride() == values.stride() == (kv_heads * dim, 1)
     assert cos.stride() == sin.stride()
     assert cos.stride(1) == 1

@@ -65,6 +65,14 @@ def whole(request) -> bool:
 
 
 @pytest.fixture
+def as_in_decoding():
+    """Seeds torch, and switches gradients off."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def matmul_precision():
     """Sets torch's precision of products of fp32, for a test."""
     yield torch.set_float32_matmul_precision

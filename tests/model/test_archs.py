@@ -5,7 +5,7 @@ import torch
 from helpers import assert_same_greedy_text, assert_tree_matches, edit_config, edit_tensors, save_hf
 from safetensors.torch import load_file, save_file
 from tape import NoHostSync
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from specdec.model.loader import load_target
 
@@ -41,6 +41,7 @@ CASES = {
     "llama-sharded": {"family": "llama", "shard": "20KB"},
     "mistral": {"family": "mistral", "sliding_window": None},
     "mistral-window": {"family": "mistral", "sliding_window": 8},
+    "mistral-window-within-the-tree": {"family": "mistral", "sliding_window": 2},
     "qwen2": {"family": "qwen2"},
     "qwen2-tied": {"family": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"family": "qwen3", "head_dim": 16},
@@ -50,6 +51,7 @@ CASES = {
     "gemma3": GEMMA3,
     "gemma3-untied": GEMMA3 | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma3-softcap": GEMMA3 | {"final_logit_softcapping": 2.0},
+    "gemma3-within-the-tree": GEMMA3 | {"sliding_window": 2},
     "gemma3-pattern": GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2},
 }
 WINDOWS = [case for case in CASES if "window" in case or "gemma3" in case]
@@ -82,26 +84,6 @@ def test_ragged_prefill_and_tree_match_single_sequences(case, tmp_path):
     """Rows of different lengths, two of them longer than the window, then a tree, then one token each."""
     model = save_hf(tmp_path, **CASES[case])
     assert_tree_matches(model, load_target(tmp_path, tokenizer=False))
-
-
-@pytest.mark.parametrize("case", ["mistral-window", "gemma3"])
-def test_a_window_shorter_than_the_path(case, tmp_path):
-    """A window so short also hides ancestors in the tree."""
-    model = save_hf(tmp_path, **CASES[case] | {"sliding_window": 2})
-    assert_tree_matches(model, load_target(tmp_path, tokenizer=False))
-
-
-@pytest.mark.parametrize("case", WINDOWS)
-def test_windows_matter_here(case, tmp_path):
-    """The same weights without a window give other logits: the tests above would notice."""
-    save_hf(tmp_path, **CASES[case])
-    target = load_target(tmp_path, tokenizer=False)
-    ids = torch.randint(99, (1, 40))
-    narrow, _ = target(ids, None)
-    target.windows = [None] * len(target.windows)
-    wide, _ = target(ids, None)
-    torch.testing.assert_close(narrow[:, :8], wide[:, :8])
-    assert (narrow[:, 20:] - wide[:, 20:]).abs().max() > 1e-2
 
 
 @torch.inference_mode()
@@ -157,45 +139,51 @@ def test_the_text_part_of_gemma3_that_sees(prefixes, tmp_path):
         load_target(tmp_path, tokenizer=False)
 
 
-def test_the_older_spelling_of_gemma3_is_read_like_the_new(tmp_path):
-    save_hf(tmp_path, **GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2})
+OLDER_ROPE = {"rope_theta": 5e3, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+OLDER = {  # fields, those that are dropped, and those that say the same
+    "llama3": (
+        CASES["llama3-rope"],
+        ["rope_parameters"],
+        {"rope_theta": 500.0, "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}},
+    ),
+    "gemma3": (
+        CASES["gemma3-pattern"],
+        ["rope_parameters", "layer_types", "_sliding_window_pattern"],
+        OLDER_ROPE | {"sliding_window_pattern": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OLDER)
+def test_the_older_spelling_of_ropes_is_read_like_the_new(case, tmp_path):
+    fields, dropped, older = OLDER[case]
+    save_hf(tmp_path, **fields)
     new = load_target(tmp_path, tokenizer=False).config
-    older = {"rope_theta": 5e3, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2}
-    older |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    edit_config(tmp_path, "rope_parameters", "layer_types", "_sliding_window_pattern", **older)
+    edit_config(tmp_path, *dropped, **older)
     assert load_target(tmp_path, tokenizer=False).config == new
-    # transformers reads the old spelling in the same way
-    read = AutoConfig.from_pretrained(tmp_path)
-    assert read.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
-    assert read.rope_parameters["full_attention"]["factor"] == 4.0
-    assert read.rope_parameters["sliding_attention"]["rope_theta"] == 300.0
 
 
-def with_heads(folder, names: list[str], **config) -> None:
-    """Add tensors to a saved model, as if it had been released with heads for multi-token prediction."""
-    edit_tensors(folder, **{name: torch.ones(2) for name in names})
-    edit_config(folder, **config)
-
-
-def test_mimo_is_qwen2_whose_heads_are_set_aside(tmp_path):
-    model = save_hf(tmp_path, "qwen2")
-    heads = ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.bias"]
-    with_heads(tmp_path, heads, model_type="mimo", attention_bias=True, num_nextn_predict_layers=1)
+@pytest.mark.parametrize(
+    ("family", "config", "heads", "other"),
+    [
+        (
+            "qwen2",
+            {"model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1},
+            ["model.mtp_layers.0.input_proj.weight", "model.mtp_layers.0.self_attn.q_proj.bias"],
+            "model.mtp_head.weight",
+        ),
+        ("llama", {"num_nextn_predict_layers": 1}, ["model.layers.3.eh_proj.weight"], "model.layers.4.eh_proj.weight"),
+        ("llama", {"num_nextn_predict_layers": 0}, ["mtp.fc.weight"], "model.layers.3.eh_proj.weight"),
+    ],
+    ids=["mimo", "announced", "none announced"],
+)
+def test_heads_for_multi_token_prediction_are_set_aside_and_nothing_else(family, config, heads, other, tmp_path):
+    model = save_hf(tmp_path, family)
+    edit_config(tmp_path, **config)
+    edit_tensors(tmp_path, **{name: torch.ones(2) for name in heads})
     assert_tree_matches(model, load_target(tmp_path, tokenizer=False))
-    with_heads(tmp_path, ["model.mtp_head.weight"])
-    with pytest.raises(ValueError, match=r"holds the tensor model\.mtp_head\.weight"):
-        load_target(tmp_path, tokenizer=False)
-
-
-def test_announced_layers_behind_the_last_are_set_aside_and_no_others(tmp_path):
-    save_hf(tmp_path, "llama")
-    with_heads(tmp_path, ["model.layers.3.eh_proj.weight", "mtp.fc.weight"], num_nextn_predict_layers=1)
-    load_target(tmp_path, tokenizer=False)
-    with_heads(tmp_path, ["model.layers.4.eh_proj.weight"])
-    with pytest.raises(ValueError, match=r"holds the tensor model\.layers\.4\.eh_proj"):
-        load_target(tmp_path, tokenizer=False)
-    with_heads(tmp_path, [], num_nextn_predict_layers=0)
-    with pytest.raises(ValueError, match=r"holds the tensor model\.layers\.3\.eh_proj"):
+    edit_tensors(tmp_path, **{other: torch.ones(2)})
+    with pytest.raises(ValueError, match=f"holds the tensor {other}"):
         load_target(tmp_path, tokenizer=False)
 
 
@@ -235,14 +223,6 @@ def test_what_our_decoder_cannot_be_runs_through_transformers(change, reason, tm
     assert err.count("\n") == 1
     assert reason in err
     assert_tree_matches(AutoModelForCausalLM.from_pretrained(tmp_path), target)
-
-
-def test_old_rope_spelling_is_read_like_the_new(tmp_path):
-    save_hf(tmp_path, "llama", rope_parameters=LLAMA3_ROPE)
-    new = load_target(tmp_path, tokenizer=False).config
-    rope = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
-    edit_config(tmp_path, "rope_parameters", rope_theta=LLAMA3_ROPE["rope_theta"], rope_scaling=rope)
-    assert load_target(tmp_path, tokenizer=False).config == new
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -13,14 +13,11 @@ from specdec.ops import attention, native
 from specdec.ops.attention import DIMS, FEW, packed_mask, tree_attention, tree_mask
 from specdec.trees.base import ancestors_of
 
-pytestmark = pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler")
+pytestmark = [
+    pytest.mark.skipif(not native.has_rows(), reason="needs AVX2 or AVX-512, and a C++ compiler"),
+    pytest.mark.usefixtures("as_in_decoding"),
+]
 SLOTS = 80
-
-
-@pytest.fixture(autouse=True)
-def as_in_decoding():
-    with torch.no_grad():
-        yield
 
 
 def filled_cache(lens: list[int], kv_heads: int, dim: int, nodes: int) -> KVCache:
@@ -61,7 +58,6 @@ def by_formula(q, cache, ancestors, scale) -> torch.Tensor:
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (5, 1), (8, 2), (14, 2)])
 @pytest.mark.parametrize(("n", "nodes"), [(1, 1), (3, 7), (16, 16), (33, 33)])
 def test_it_is_the_formula(dim, heads, kv_heads, n, nodes):
-    torch.manual_seed(0)
     cache = filled_cache([0, 17, 37], kv_heads, dim, nodes)
     q, tree = torch.randn(3, n, heads, dim), random_tree(3, n, nodes)
     for scale in (None, 0.3):
@@ -75,7 +71,6 @@ def test_it_is_the_formula(dim, heads, kv_heads, n, nodes):
 
 def test_a_position_has_the_same_bits_in_a_tree_and_alone():
     """Node 5 of a tree sees nodes 0, 2 and itself; decoded one after the other these lie in slots of their own."""
-    torch.manual_seed(0)
     path, lens = [0, 2, 5], [40, 3]
     cache = filled_cache(lens, 2, 64, 6)
     q = torch.randn(2, 6, 10, 64)
@@ -117,7 +112,6 @@ def test_what_it_does_not_know_goes_to_torch(n, dim, dtype, window):
 def random_target(**settings) -> Target:
     """All of whose operators are our own."""
     sizes = {"layers": 2, "hidden": 128, "intermediate": 512, "heads": 8, "head_dim": 16, "vocab": 200}
-    torch.manual_seed(0)
     target = Target(replace(tiny_target().config, **sizes | settings)).eval()
     for parameter in target.parameters():
         if parameter.ndim == 2:
@@ -149,7 +143,6 @@ def test_an_attention_in_one_call_has_the_bits_of_its_operators(qk_norm, monkeyp
     assert all(torch.equal(own, one) for own, one in zip(cache.memory, other.memory, strict=True))
 
 
-@torch.no_grad()
 def test_a_tree_and_plain_decoding_see_the_same_logits():
     """Bit for bit, as products (`rows.cpp`) and norms do not depend on other rows either."""
     target = random_target()

@@ -1,8 +1,5 @@
 """Tree attention against torch's attention under a dense mask, in fp64."""
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 from kernel_cases import close, in_dtypes, on_devices, roundings, sums
@@ -13,24 +10,6 @@ from specdec.ops.cuda.tree_attention import split_count
 from specdec.trees.base import ancestors_of
 
 pytestmark = on_devices
-
-
-def launches(bf16, ints) -> dict[str, Callable]:
-    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-
-    def launch(nodes: int, heads: int = 32, kv_heads: int = 8, dim: int = 128, dtype=torch.bfloat16, **how) -> None:
-        keys, values = bf16(2, 1, 4096, kv_heads, dim).to(dtype).transpose(2, 3).unbind()
-        ancestors = None if nodes == 1 else torch.zeros(1, nodes, nodes, dtype=torch.bool)
-        q = bf16(1, nodes, heads, dim).to(dtype)
-        tree_attention.launch(q, keys, values, ints(1), ancestors, nodes, splits=8, **how)
-
-    return {
-        "60 nodes": partial(launch, 60),
-        "1 node": partial(launch, 1),
-        "60 nodes, heads of 64": partial(launch, 60, dim=64),
-        "60 nodes, heads of 256, window": partial(launch, 60, 4, 1, 256, depth=ints(1, 60), window=512),
-        "60 nodes, fp32": partial(launch, 60, dtype=torch.float32),
-    }
 
 
 def random_tree(batch: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:

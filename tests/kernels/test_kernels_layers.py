@@ -1,7 +1,5 @@
 """Norms, rotary positions, the gated activation and the cache's moves against torch in fp64."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,25 +12,6 @@ from specdec.ops.gated import ACTIVATIONS
 from specdec.ops.rope_write import rotate
 
 pytestmark = on_devices
-
-
-def launches(bf16, ints) -> dict[str, Callable]:
-    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    heads, kv_heads, dim, nodes, slots = 32, 8, 128, 60, 4096
-    x, weight, rows = bf16(nodes, 4096), bf16(4096), bf16(nodes, heads + 2 * kv_heads, dim)
-    where = bf16(1, nodes, 1, dim), bf16(1, nodes, 1, dim), ints(nodes), *bf16(2, slots, kv_heads * dim)
-    cache = ints(32), bf16(2, 1, slots, kv_heads, dim), ints(1)
-    return {
-        "norm": lambda: rms_norm.launch(x, weight, 1e-5),
-        "residual and norm": lambda: rms_norm.launch(x, weight, 1e-5, residual=x),
-        "two norms": lambda: norm_pair.launch(x, x, (x[0], x[0]), (1e-5, 1e-5)),
-        "norms and rotation": lambda: rope_write.launch(rows, *where, bf16(2, dim), 1e-6),
-        "rotation": lambda: rope_write.launch(rows, *where),
-        "path of 64": lambda: commit.launch(*cache, ints(1, 64), ints(1)),
-        "path of 8": lambda: commit.launch(*cache, ints(1, 8), ints(1)),
-        "GeGLU": lambda: gated.launch(bf16(nodes, 2 * 14336), "gelu_tanh"),
-        "SwiGLU": lambda: gated.launch(bf16(nodes, 2 * 14336), "silu"),
-    }
 
 
 def normalised(x, weight, eps: float, offset: bool = False) -> torch.Tensor:

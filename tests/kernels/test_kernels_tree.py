@@ -1,7 +1,5 @@
 """The kernels around a tree: its levels and its selection."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from kernel_cases import on_devices
@@ -11,18 +9,6 @@ from specdec.trees import DynamicTree
 from specdec.trees.dynamic import Pool, best_tree, next_level
 
 pytestmark = on_devices
-
-
-def launches(bf16, ints) -> dict[str, Callable]:
-    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    w, pool = 10, DynamicTree.candidates(10, 8)
-    gains, seen = bf16(1, w, w).float(), ints(1, w, 3 * w).bool()
-    candidates = ints(1, pool), bf16(1, pool).float(), ints(1, pool)
-    return {
-        "10 of 100": lambda: tree_level.launch(gains[:, 0], ints(1, w), seen, gains, ints(1, w, w), 211, w),
-        "a last level": lambda: tree_level.launch(gains[:, 0], ints(1, w), seen, gains, ints(1, w, w), 211, 0),
-        "60 of a pool": lambda: tree_select.launch(ints(1), *candidates, 60, 8),
-    }
 
 
 def level(b: int, w: int, columns: int, seed: int, ties: bool):

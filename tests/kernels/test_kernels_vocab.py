@@ -1,7 +1,5 @@
 """The kernels over a vocabulary: the head's best tokens, filtered draws."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import triton
@@ -15,18 +13,6 @@ from specdec.sampling.noise import Noise, bits_of, gumbel, hashes_of
 from specdec.structs import Sampling
 
 pytestmark = on_devices
-
-
-def launches(bf16, ints) -> dict[str, Callable]:
-    """What `kernel_compile` compiles. No launch runs, so the tensors may hold anything."""
-    logits, hidden, keys = bf16(60, 128256), bf16(10, 4096), ints(60, 2).int()
-    return {
-        "10 of 32,000": lambda: head_topk.launch(hidden, bf16(32000, 4096), 10),
-        "1 of 128,256": lambda: head_topk.launch(hidden[:1], bf16(128256, 4096), 1),
-        "all filters, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, 50, 0.9, 0.01, keys, parts=8),
-        "top-p, 64 parts": lambda: filtered_sampling.launch(logits, 0.7, 0, 0.9, 0.0, keys, parts=64),
-        "no filter, 8 parts": lambda: filtered_sampling.launch(logits, 0.7, 0, 1.0, 0.0, keys, parts=8),
-    }
 
 
 @in_dtypes

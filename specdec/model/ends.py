@@ -63,12 +63,10 @@ def root_mean_square(states: Tensor) -> Tensor:
 
 
 def read_ends(raw: dict, name: str, head: bool) -> ModelConfig:
-    """Return the config of the ends from config.json. `head`: the files hold a head.
+    """Return the config of the ends from config.json; ValueError if the family's ends are not known.
 
-    For a family whose layers are not native, the config has the attention heads that a fresh drafter gets.
-
-    Raises:
-        ValueError: The ends of this family are not known.
+    `head`: the files hold a head. For a family whose layers are not native, the config has the attention heads that a
+    fresh drafter gets.
     """
     # Quantised layers do not matter here. A quantised end is refused, as it holds whole numbers.
     raw = {key: value for key, value in raw.items() if key != "quantization_config"}

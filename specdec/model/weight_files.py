@@ -34,7 +34,7 @@ def weight_files(folder: Path) -> list[Path]:
         file = folder / name
         if file.exists() or file.is_symlink():
             files = _indexed_files(file) if file.suffix == ".json" else [_weights(file)]
-            _note_others(folder, files)
+            _note(folder, tuple(sorted(other.name for other in folder.glob("*.safetensors") if other not in files)))
             return files
     for pattern in WEIGHTS:
         files = sorted(file for file in folder.glob(pattern) if not file.name.startswith(NO_WEIGHTS))
@@ -43,17 +43,10 @@ def weight_files(folder: Path) -> list[Path]:
     raise ValueError(f"{folder} is not a checkpoint: it has no safetensors, .bin or .pt")
 
 
-@cache
-def _noted(folder: Path, others: tuple[str, ...]) -> None:
-    print(f"note: {folder}: {', '.join(others)} passed over, as transformers does", file=sys.stderr)
-
-
-def _note_others(folder: Path, files: list[Path]) -> None:
-    """Print once which other weights a folder holds."""
-    read = {file.name for file in files}
-    others = tuple(sorted(file.name for file in folder.glob("*.safetensors") if file.name not in read))
+@cache  # print it once
+def _note(folder: Path, others: tuple[str, ...]) -> None:
     if others:
-        _noted(folder, others)
+        print(f"note: {folder}: {', '.join(others)} passed over, as transformers does", file=sys.stderr)
 
 
 def _weights(file: Path) -> Path:

@@ -58,7 +58,10 @@ def tree_attention(
         first = visible - (window or visible)
     else:
         own = places[nodes - n : nodes]
-        mask = causal_mask(lens, own, visible) if ancestors is None else tree_mask(lens, ancestors, visible)
+        if ancestors is None:  # all before itself, and itself
+            mask = torch.arange(visible, device=lens.device) <= (lens[:, None] + own)[..., None]
+        else:
+            mask = tree_mask(lens, ancestors, visible)
         if window is not None:
             if depth is None:
                 raise ValueError("attention in a window needs the depth of the positions")
@@ -118,11 +121,6 @@ def tree_mask(lens: Tensor, ancestors: Tensor, slots: int) -> Tensor:
     committed = (slot < end)[:, None].expand(b, n, slots)
     scratch = (end + slot[:m]).clamp_(max=slots - 1)  # a finished row may lie after all slots
     return committed.scatter(2, scratch[:, None].expand(b, n, m), ancestors)
-
-
-def causal_mask(lens: Tensor, nodes: Tensor, slots: int) -> Tensor:
-    """The same where nodes [n], counted from lens, see all before them and themselves: -> [B,n,slots] bool."""
-    return torch.arange(slots, device=lens.device) <= (lens[:, None] + nodes)[..., None]
 
 
 def window_mask(lens: Tensor, depth: Tensor, slots: int, window: int) -> Tensor:

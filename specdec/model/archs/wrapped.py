@@ -32,11 +32,6 @@ def inner_name(name: str) -> str:
     return INNER.sub("model.", name).removeprefix("language_model.")
 
 
-def is_text(name: str) -> bool:
-    """Return whether a tensor of a wrapped checkpoint belongs to the language model."""
-    return "language_model." in name or name.startswith(TEXT)
-
-
 def text_name(name: str, config: dict) -> str:
     """Return the name of a tensor in the Llama layout; config is that of a native family, or of one that wraps it."""
     return name if config["model_type"] in FAMILIES and not is_wrapped(config) else inner_name(name)
@@ -51,7 +46,7 @@ def set_aside(name: str, config: dict) -> bool:
     another one, all tensors outside the inner model belong to such a part.
     """
     if is_wrapped(config) and config["model_type"] not in FAMILIES:
-        if not is_text(name):
+        if "language_model." not in name and not name.startswith(TEXT):
             return True
         name, config = inner_name(name), text_config(config)
     if name.startswith(("model.mtp_layers.", "mtp.")) or name.endswith("rotary_emb.inv_freq"):

@@ -5,9 +5,12 @@ import torch
 from helpers import assert_same_greedy_text, assert_tree_matches, edit_config, edit_tensors, save_hf
 from safetensors.torch import load_file, save_file
 from tape import NoHostSync
+from test_ends import MLA, SMALL_MOE
 from transformers import AutoModelForCausalLM
 
+from specdec.model.hf_target import TransformersTarget
 from specdec.model.loader import load_target
+from specdec.model.target import Target
 
 GEMMA3 = {
     "family": "gemma3_text",
@@ -55,20 +58,68 @@ CASES = {
     "gemma3-pattern": GEMMA3 | {"layer_types": None, "sliding_window_pattern": 2},
 }
 WINDOWS = [case for case in CASES if "window" in case or "gemma3" in case]
+MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+GENERIC = {  # run by the modules of transformers
+    "gpt2": {"family": "gpt2"},  # learned positions
+    "gpt_neox": {"family": "gpt_neox", "rotary_pct": 0.5},  # parallel block, rotary part of a head
+    "phi3": {"family": "phi3", "pad_token_id": 0},  # fused projections
+    "olmo2": {"family": "olmo2"},  # norms after attention and MLP only
+    "gemma2": {"family": "gemma2", "head_dim": 16, **MIXED},  # soft-caps, two types of layers
+    "mixtral": {"family": "mixtral", "sliding_window": 8, "num_local_experts": 4},  # experts, windows everywhere
+    "qwen3_moe": {  # a dense layer among them
+        **SMALL_MOE,
+        "family": "qwen3_moe",
+        "head_dim": 16,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "gpt_oss": {  # attention sinks, biased experts
+        "family": "gpt_oss",
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+        **MIXED,
+    },
+    "deepseek_v3": {  # a latent cache: keys and values of different width, not those of the heads
+        "family": "deepseek_v3",
+        "num_key_value_heads": 6,
+        **MLA,
+        **SMALL_MOE,
+        "kv_lora_rank": 20,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 4,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
 
 
-@pytest.mark.parametrize("case", CASES)
+def load(folder, case: str, **options) -> Target | TransformersTarget:
+    target = load_target(folder, tokenizer=False, **options)
+    assert type(target) is (TransformersTarget if case in GENERIC else Target)
+    return target
+
+
+@pytest.mark.parametrize("case", CASES | GENERIC)
 @torch.inference_mode()
-def test_logits_match_transformers(case, tmp_path):
-    model = save_hf(tmp_path, **CASES[case])
-    assert (tmp_path / "model.safetensors.index.json").exists() == ("shard" in CASES[case])
-    target = load_target(tmp_path, tokenizer=False)
+def test_logits_and_taps_match_transformers(case, tmp_path, capsys):
+    fields = (CASES | GENERIC)[case]
+    model = save_hf(tmp_path, **fields)
+    assert (tmp_path / "model.safetensors.index.json").exists() == ("shard" in fields)
+    capsys.readouterr()
+    target = load(tmp_path, case)
+    note = f"note: {tmp_path}: model family {fields['family']!r} is not native; transformers' own modules decode it, "
+    assert capsys.readouterr().err == (note + "which is slower\n" if case in GENERIC else "")
     ids = torch.randint(99, (2, 40))
     out = model(ids, output_hidden_states=True)
     for cache in (target.new_cache(2, 48), None):
         logits, feats = target(ids, cache, taps=range(4))
         torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
         torch.testing.assert_close(feats, torch.cat(out.hidden_states, -1), rtol=0, atol=1e-4)
+    nothing, feats = target(ids, None, taps=(3,), logits=False)
+    assert nothing is None
+    torch.testing.assert_close(feats, out.hidden_states[3], rtol=0, atol=1e-4)
     for rows in (2, 1):
         cache = target.new_cache(rows, 48)
         pieces = [target(ids[:rows, :20], cache)[0]]
@@ -79,11 +130,11 @@ def test_logits_match_transformers(case, tmp_path):
         torch.testing.assert_close(torch.cat(pieces, 1), out.logits[:rows], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["qwen3", "llama", *WINDOWS])
+@pytest.mark.parametrize("case", ["qwen3", "llama", *WINDOWS, *GENERIC])
 def test_ragged_prefill_and_tree_match_single_sequences(case, tmp_path):
     """Rows of different lengths, two of them longer than the window, then a tree, then one token each."""
-    model = save_hf(tmp_path, **CASES[case])
-    assert_tree_matches(model, load_target(tmp_path, tokenizer=False))
+    model = save_hf(tmp_path, **(CASES | GENERIC)[case])
+    assert_tree_matches(model, load(tmp_path, case))
 
 
 @torch.inference_mode()
@@ -100,10 +151,12 @@ def test_windows_cost_no_host_synchronisation(tmp_path):
         target(nodes[:, :1], cache)
 
 
-@pytest.mark.parametrize("case", ["mistral-window", "gemma3-untied"])
-def test_greedy_text_beyond_the_window(case, tmp_path):
-    model = save_hf(tmp_path, head=15.0, **CASES[case])
-    assert_same_greedy_text(model, load_target(tmp_path, tokenizer=False))
+@pytest.mark.matrix
+@pytest.mark.parametrize("case", ["mistral-window", "gemma3-untied", *GENERIC])
+def test_greedy_text_is_that_of_generate(case, tmp_path):
+    """Beyond the window, too."""
+    model = save_hf(tmp_path, head=15.0, **(CASES | GENERIC)[case])
+    assert_same_greedy_text(model, load(tmp_path, case))
 
 
 def test_gemma3_half_precision_rounds_as_transformers_does(tmp_path):
@@ -187,18 +240,25 @@ def test_heads_for_multi_token_prediction_are_set_aside_and_nothing_else(family,
         load_target(tmp_path, tokenizer=False)
 
 
+GEMMA3_TEXT = {key: value for key, value in GEMMA3.items() if key != "family"}
+
+
 @pytest.mark.parametrize(
-    ("family", "change", "message"),
+    ("family", "fields", "change", "message"),
     [
-        ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
-        ("gemma3_text", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is not supported"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "a target must be causal"),
-        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers is 3"),
-        ("qwen2", {"use_sliding_window": True, "layer_types": ["linear"] * 3}, "layer type 'linear' is not supported"),
+        ("llama", {}, {"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ("gemma3_text", GEMMA3_TEXT, {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping is not supported"),
+        ("gemma3_text", GEMMA3_TEXT, {"use_bidirectional_attention": True}, "a target must be causal"),
+        ("gemma3_text", GEMMA3_TEXT, {"layer_types": ["full_attention"]}, "names 1 layers, num_hidden_layers is 3"),
+        ("qwen2", {"use_sliding_window": True}, {"layer_types": ["linear"] * 3}, "'linear' is not supported"),
+        ("deepseek_v32", {}, {}, "'deepseek_v32' is not supported: it has layers of a kind that we do not know"),
+        ("bloom", {}, {}, "'bloom' cannot verify trees: it takes no position_ids"),
+        ("gpt_neo", {"attention_types": [[["global", "local", "local"], 1]]}, {}, "local layers mask by themselves"),
+        ("bert", {}, {}, "'bert' cannot verify trees: its logits in a tree differ"),
     ],
 )
-def test_what_we_would_approximate_is_refused_by_name(family, change, message, tmp_path):
-    save_hf(tmp_path, **(GEMMA3 if family == "gemma3_text" else {"family": family}))
+def test_what_cannot_be_exact_is_refused_by_name(family, fields, change, message, tmp_path):
+    save_hf(tmp_path, family, **fields)
     edit_config(tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         load_target(tmp_path, tokenizer=False)

@@ -4,8 +4,7 @@ import inspect
 
 import pytest
 import torch
-from helpers import assert_same_greedy_text, assert_tree_matches, edit_config, edit_tensors, save_hf
-from test_ends import MLA, SMALL_MOE
+from helpers import edit_config, edit_tensors, save_hf
 from transformers import GPT2LMHeadModel
 
 import specdec
@@ -18,75 +17,12 @@ from specdec.trees import DynamicTree
 MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-CASES = {
-    "gpt2": {"family": "gpt2"},  # learned positions
-    "gpt_neox": {"family": "gpt_neox", "rotary_pct": 0.5},  # parallel block, rotary part of a head
-    "phi3": {"family": "phi3", "pad_token_id": 0},  # fused projections
-    "olmo2": {"family": "olmo2"},  # norms after attention and MLP only
-    "gemma2": {"family": "gemma2", "head_dim": 16, **MIXED},  # soft-caps, two types of layers
-    "mixtral": {"family": "mixtral", "sliding_window": 8, "num_local_experts": 4},  # experts, windows everywhere
-    "qwen3_moe": {  # a dense layer among them
-        **SMALL_MOE,
-        "family": "qwen3_moe",
-        "head_dim": 16,
-        "norm_topk_prob": True,
-        "mlp_only_layers": [1],
-    },
-    "gpt_oss": {  # attention sinks, biased experts
-        "family": "gpt_oss",
-        "head_dim": 16,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-        "pad_token_id": 0,
-        **MIXED,
-    },
-    "deepseek_v3": {  # a latent cache: keys and values of different width, not those of the heads
-        "family": "deepseek_v3",
-        "num_key_value_heads": 6,
-        **MLA,
-        **SMALL_MOE,
-        "kv_lora_rank": 20,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
-    },
-}
 
 
 def load(folder, **options) -> TransformersTarget:
     target = load_target(folder, tokenizer=False, **options)
     assert isinstance(target, TransformersTarget)
     return target
-
-
-@pytest.mark.parametrize("case", CASES)
-@torch.inference_mode()
-def test_logits_and_taps_match_transformers(case, tmp_path, capsys):
-    model = save_hf(tmp_path, **CASES[case])
-    capsys.readouterr()
-    target = load(tmp_path)
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert f"model family {CASES[case]['family']!r} is not native" in err
-    assert_tree_matches(model, target)
-    ids = torch.randint(99, (2, 30))
-    out = model(ids, output_hidden_states=True)
-    for cache in (None, target.new_cache(2, 32)):
-        logits, feats = target(ids, cache, taps=(0, 1, 3))
-        torch.testing.assert_close(logits, out.logits, rtol=0, atol=1e-4)
-        expected = torch.cat([out.hidden_states[tap] for tap in (0, 1, 3)], -1)
-        torch.testing.assert_close(feats, expected, rtol=0, atol=1e-4)
-    logits, feats = target(ids, None, taps=(3,), logits=False)
-    assert logits is None
-    torch.testing.assert_close(feats, out.hidden_states[3], rtol=0, atol=1e-4)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_text_is_that_of_generate(case, tmp_path):
-    model = save_hf(tmp_path, head=15.0, **CASES[case])
-    assert_same_greedy_text(model, load(tmp_path))
 
 
 @torch.inference_mode()
@@ -127,21 +63,6 @@ def test_learned_positions_to_the_end_of_the_context(tmp_path):
 def test_the_context_ends_where_exactness_ends(family, fields, context, tmp_path):
     save_hf(tmp_path, family, **fields)
     assert load(tmp_path).config.context == context
-
-
-@pytest.mark.parametrize(
-    ("family", "fields", "message"),
-    [
-        ("deepseek_v32", {}, "'deepseek_v32' is not supported: it has layers of a kind that we do not know"),
-        ("bloom", {}, "'bloom' cannot verify trees: it takes no position_ids"),
-        ("gpt_neo", {"attention_types": [[["global", "local", "local"], 1]]}, "local layers mask by themselves"),
-        ("bert", {}, "'bert' cannot verify trees: its logits in a tree differ"),
-    ],
-)
-def test_what_cannot_be_exact_is_refused_by_name(family, fields, message, tmp_path):
-    save_hf(tmp_path, family, **fields)
-    with pytest.raises(ValueError, match=message):
-        load_target(tmp_path, tokenizer=False)
 
 
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])

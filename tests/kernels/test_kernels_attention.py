@@ -1,5 +1,8 @@
 """Tree attention against torch's attention under a dense mask, in fp64."""
 
+from collections.abc import Iterator
+from itertools import product
+
 import pytest
 import torch
 from kernel_cases import close, in_dtypes, on_devices, roundings, sums
@@ -31,12 +34,12 @@ def formula(q, keys, values, lens, ancestors, depth=None, window=None, scale=Non
 
 
 def check(
-    device, dtype, lens, n, heads, kv_heads, dim, *, slots=None, nodes=None, splits=None, causal=False, depth=None,
+    device, dtype, lens, n, shape, *, slots=None, nodes=None, splits=None, causal=False, depth=None,
     **how,
 ):  # fmt: skip
     """Compare on random inputs. Slots that no node may see hold NaN, so that reading one fails the test."""
     torch.manual_seed(0)
-    batch, nodes = len(lens), nodes or n
+    batch, nodes, (heads, kv_heads, dim) = len(lens), nodes or n, shape
     q = torch.randn(batch, n, heads, dim).to(dtype)
     lens = torch.tensor(lens)
     kv = torch.randn(2, batch, (slots or int(lens.max()) + nodes), kv_heads, dim).to(dtype)
@@ -63,58 +66,38 @@ def check(
     close(got.cpu(), wanted, values.double().nan_to_num(0).abs().max() * error)
 
 
-@pytest.mark.matrix
-@in_dtypes
-@pytest.mark.parametrize("dim", [32, 64, 80, 96, 128])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (7, 1)])
-def test_heads(device, dtype, dim, heads, kv_heads):
-    check(device, dtype, [37], 5, heads, kv_heads, dim)
+def cases() -> Iterator[dict]:
+    """Arguments of `check`."""
+    for dim, (heads, kv_heads) in product([32, 64, 80, 96, 128], [(4, 4), (4, 2), (7, 1)]):
+        yield {"lens": [37], "n": 5, "shape": (heads, kv_heads, dim)}
+    for splits, lens in product([1, 2, 5], [[0], [1, 0, 67], [64, 33], [128, 127]]):
+        yield {"lens": lens, "n": 4, "shape": (4, 2, 32), "splits": splits, "slots": 140}
+    for n in (1, 2, 31, 32, 33, 64):
+        yield {"lens": [21, 3], "n": n, "shape": (2, 1, 32)}
+    for window, splits in product([1, 3, 200], [1, 3]):
+        yield {"lens": [70, 9], "n": 40, "shape": (2, 1, 32), "window": window, "splits": splits}
+    yield {"lens": [40, 0], "n": 6, "shape": (4, 2, 64), "scale": 0.3}
+    for n, nodes, window in (
+        (1, 1, None),
+        (1, 1, 4),
+        (3, 3, None),
+        (3, 3, 4),
+        (40, 40, None),
+        (40, 40, 4),
+        (2, 5, None),
+    ):
+        yield {"lens": [30, 0], "n": n, "shape": (4, 2, 32), "nodes": nodes, "causal": True, "window": window}
+    # A drafter's level: all of its nodes are equally deep, and with a window earlier levels count as near as itself.
+    for window, splits in product([None, 1, 9, 40], [1, 3]):
+        level = {"nodes": 36, "depth": torch.full((2, 4), 9), "window": window, "splits": splits}
+        yield {"lens": [11, 50], "n": 4, "shape": (4, 2, 32), **level}
 
 
 @pytest.mark.matrix
 @in_dtypes
-@pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("lens", [[0], [1, 0, 67], [64, 33], [128, 127]], ids=str)
-def test_ragged_rows_and_splits(device, dtype, lens, splits):
-    check(device, dtype, lens, 4, 4, 2, 32, splits=splits, slots=140)
-
-
-@pytest.mark.matrix
-@in_dtypes
-@pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 64])
-def test_trees_of_several_words(device, dtype, n):
-    check(device, dtype, [21, 3], n, 2, 1, 32)
-
-
-@pytest.mark.matrix
-@in_dtypes
-@pytest.mark.parametrize("window", [1, 3, 200])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_window(device, dtype, window, splits):
-    check(device, dtype, [70, 9], 40, 2, 1, 32, window=window, splits=splits)
-
-
-@in_dtypes
-def test_scale(device, dtype):
-    check(device, dtype, [40, 0], 6, 4, 2, 64, scale=0.3)
-
-
-@pytest.mark.matrix
-@in_dtypes
-@pytest.mark.parametrize(("n", "nodes"), [(1, 1), (3, 3), (40, 40), (2, 5)])
-@pytest.mark.parametrize("window", [None, 4])
-def test_causal(device, dtype, n, nodes, window):
-    check(device, dtype, [30, 0], n, 4, 2, 32, nodes=nodes, causal=True, window=window if n == nodes else None)
-
-
-@pytest.mark.matrix
-@in_dtypes
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("window", [None, 1, 9, 40])
-def test_a_drafters_level_sees_earlier_levels(device, dtype, window, splits):
-    """All nodes of a level are equally deep; with a window, earlier levels count as near as the level itself."""
-    depth = torch.full((2, 4), 9)
-    check(device, dtype, [11, 50], 4, 4, 2, 32, nodes=36, depth=depth, window=window, splits=splits)
+@pytest.mark.parametrize("case", cases())
+def test_it_is_the_formula(device, dtype, case):
+    check(device, dtype, **case)
 
 
 def test_queries_may_be_part_of_a_product(device):

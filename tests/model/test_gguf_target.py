@@ -218,10 +218,3 @@ def test_what_cannot_be_read_is_refused_in_one_sentence(how, tmp_path, tokenizer
     assert "\n" not in str(error.value)
     assert str(file) in str(error.value)
     assert not list(cache.iterdir())
-
-
-def test_a_file_written_anew_is_read(tmp_path, tokenizer):
-    """So what `rewritten` breaks is what its arguments break."""
-    file = written(tmp_path, tokenizer)
-    rewritten(file)
-    assert load_target(file).vocab == len(tokenizer)

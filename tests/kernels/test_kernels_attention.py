@@ -33,10 +33,7 @@ def formula(q, keys, values, lens, ancestors, depth=None, window=None, scale=Non
     return attend(q.double(), keys.double().nan_to_num(0), values.double().nan_to_num(0), mask, scale)
 
 
-def check(
-    device, dtype, lens, n, shape, *, slots=None, nodes=None, splits=None, causal=False, depth=None,
-    **how,
-):  # fmt: skip
+def check(device, dtype, lens, n, shape, slots=None, nodes=None, splits=None, causal=False, depth=None, **how):
     """Compare on random inputs. Slots that no node may see hold NaN, so that reading one fails the test."""
     torch.manual_seed(0)
     batch, nodes, (heads, kv_heads, dim) = len(lens), nodes or n, shape
@@ -77,15 +74,7 @@ def cases() -> Iterator[dict]:
     for window, splits in product([1, 3, 200], [1, 3]):
         yield {"lens": [70, 9], "n": 40, "shape": (2, 1, 32), "window": window, "splits": splits}
     yield {"lens": [40, 0], "n": 6, "shape": (4, 2, 64), "scale": 0.3}
-    for n, nodes, window in (
-        (1, 1, None),
-        (1, 1, 4),
-        (3, 3, None),
-        (3, 3, 4),
-        (40, 40, None),
-        (40, 40, 4),
-        (2, 5, None),
-    ):
+    for (n, nodes), window in [*product([(1, 1), (3, 3), (40, 40)], [None, 4]), ((2, 5), None)]:
         yield {"lens": [30, 0], "n": n, "shape": (4, 2, 32), "nodes": nodes, "causal": True, "window": window}
     # A drafter's level: all of its nodes are equally deep, and with a window earlier levels count as near as itself.
     for window, splits in product([None, 1, 9, 40], [1, 3]):

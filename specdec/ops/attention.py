@@ -87,10 +87,10 @@ def attend_add(
     others = norm.offset or kernel_for("rope_write", weight) or kernel_for("rms_norm", weight)
     if others or qkv.bias is not None or o.bias is not None or not native.serves(weight):
         return None
-    wide, narrow = (packed_rows(linear.weight, linear.int8) for linear in (qkv, o))
-    if wide is None or narrow is None:
+    into, out = (packed_rows(linear.weight, linear.int8) for linear in (qkv, o))
+    if into is None or out is None:
         return None
-    own, into, out = native.operator("attend_add"), wide.packed, narrow.packed
+    own = native.operator("attend_add")
     last = *head_gains(q_norm, k_norm), norm.weight, norm.eps
     return lambda residual, x, rope, slots, flat, heads, seen: own(
         residual, x, into, out, *rope, slots, *flat, *heads, *seen, *last

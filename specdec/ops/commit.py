@@ -1,7 +1,4 @@
-"""The keys and values of an accepted path move down in place, in all layers at once.
-
-kv[l,:,b,lens[b]+k] = kv[l,:,b,lens[b]+path[b,k]]    for 1 <= k < n[b]; the root stays where it is
-"""
+"""The keys and values of an accepted path move down in place, in all layers at once (formula: `cuda/commit.py`)."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,14 +7,11 @@ from torch import Tensor
 
 from specdec.ops import kernel_for, native
 
-Commit = Callable[[Tensor, Tensor, Tensor], None]
+Commit = Callable[[Tensor, Tensor, Tensor], None]  # of lens [B], path [B,P] and n [B]
 
 
 def commit(memory: Sequence[Tensor]) -> Commit:
-    """Return the function of lens [B], path [B,P] and n [B] that moves the slots of layers [2,R,S,K,Dh].
-
-    The first B of the R rows are in use. Without layers the function does nothing.
-    """
+    """Return the function that moves the slots of the first B rows of layers [2,R,S,K,Dh]; without layers, of none."""
     if not memory:
         return lambda lens, path, n: None
     like = memory[0]

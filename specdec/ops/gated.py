@@ -10,10 +10,7 @@ from torch import Tensor
 from specdec.ops import Matrix, Norm, kernel_for, native
 from specdec.ops.linear import UNIT, Product, linear, packed_rows
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 WIDE = 8 * UNIT  # fewer outputs of gate and up are divided badly among threads
 
 
@@ -54,7 +51,7 @@ def _packed(gate_up: Matrix, down: Matrix, activation: str) -> tuple[Tensor, Ten
     if gate_up.bias is not None or down.bias is not None:
         return None
     wide, narrow = (packed_rows(each.weight, gate_up.int8) for each in (gate_up, down))
-    return None if wide is None or narrow is None else (wide.packed, narrow.packed)
+    return None if wide is None or narrow is None else (wide, narrow)
 
 
 @native.seen_as("specdec_rows.mlp_add.default")

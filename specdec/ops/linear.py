@@ -165,10 +165,10 @@ def pack(weight: Tensor, int8: bool = False) -> Tensor | RowsWeight | Fp16Weight
     return pack(weight) if int8 and packed is None else packed
 
 
-def packed_rows(weight: Tensor, int8: bool = False) -> RowsWeight | None:
+def packed_rows(weight: Tensor, int8: bool) -> Tensor | None:
     """Return the weight in our own layout; None where `linear` takes another product. int8: as there."""
     packed = pack(weight, int8)
-    return packed if isinstance(packed, RowsWeight) else None
+    return packed.packed if isinstance(packed, RowsWeight) else None
 
 
 def inputs_of(packed: Tensor) -> int:

@@ -1,7 +1,4 @@
-"""RMSNorm: of one input, of a sum, and of two inputs side by side.
-
-    y = x / sqrt(mean(x^2) + eps) * weight             rounded to the dtype before the weight
-    y = x / sqrt(mean(x^2) + eps) * (1 + weight)       with `offset`, as Gemma has it: rounded once, at the end
+"""RMSNorm: of one input, of a sum, and of two inputs side by side (formula: `cuda/rms_norm.py`).
 
 The statistics are in fp32, or finer, as in transformers.
 """

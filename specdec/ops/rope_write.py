@@ -1,6 +1,6 @@
 """Rotary positions, and the pass that normalises and rotates queries and keys and stores keys and values.
 
-turn(x) = x * cos + roll(x, Dh/2) * sin       sin with its first half negated, as `rope.RopeTable` has it
+`cuda/rope_write.py` has the formula.
 """
 
 from collections.abc import Callable
@@ -26,10 +26,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rope_write(weight: Tensor, q_norm: Norm | None, k_norm: Norm | None) -> Callable[..., Tensor] | None:
-    """Return the function (rows, cos, sin, slots, keys, values) -> q that does all of it in one pass.
+    """Return the function (rows, cos, sin, slots, keys, values) -> q that does it in one pass, as the kernel does.
 
-    None if there is none for such weights. Its arguments are those of the kernel (`cuda/rope_write.py`). weight: that
-    of q, k and v.
+    None if there is none for such weights. weight: that of q, k and v.
     """
     if kernel := kernel_for("rope_write", weight):
         if q_norm is None or k_norm is None:

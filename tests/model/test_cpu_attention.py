@@ -69,23 +69,6 @@ def test_it_is_the_formula(dim, heads, kv_heads, n, nodes):
     assert torch.equal(got, attended(cache, q, nodes, causal))
 
 
-def test_a_position_has_the_same_bits_in_a_tree_and_alone():
-    """Node 5 of a tree sees nodes 0, 2 and itself; decoded one after the other these lie in slots of their own."""
-    path, lens = [0, 2, 5], [40, 3]
-    cache = filled_cache(lens, 2, 64, 6)
-    q = torch.randn(2, 6, 10, 64)
-    seen = torch.zeros(6, 6, dtype=torch.bool)
-    seen[5, path] = True
-    whole = attended(cache, q, 6, seen.expand(2, 6, 6))
-    for row, length in enumerate(lens):
-        alone = KVCache(1, 1, SLOTS, 2, 64, like=torch.zeros(0))
-        alone.memory[0][:, 0, :length] = cache.memory[0][:, row, :length]
-        alone.memory[0][:, 0, length : length + 3] = cache.memory[0][:, row, [length + node for node in path]]
-        alone.lens.fill_(length + 2)
-        one = attended(alone, q[row : row + 1, 5:], 1)
-        assert torch.equal(one[0, 0], whole[row, 5])
-
-
 def test_a_row_that_has_ended_may_lie_behind_all_slots():
     cache = filled_cache([SLOTS - 2, SLOTS + 9], 2, 32, 2)
     out = attended(cache, torch.randn(2, 2, 4, 32), 2)

@@ -1,5 +1,5 @@
-"""Every kernel compiles for Hopper, fits it as its parts are made for, and is compiled once: known without a GPU, as
-Triton brings its own assembler."""
+"""The tools of kernels. Without a GPU: every kernel compiles for Hopper, fits it as its parts are made for, and is
+compiled once, as Triton brings its own assembler; the benchmark's cases can be computed, and results are on disk."""
 
 import json
 import os
@@ -9,8 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
+import kernel_speed
+from kernel_formulas import TINY, KernelCase, Shapes, cases
+
+from specdec import ops as backends
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 # Of an H100 or H200, in bytes: what a program may have, what a multiprocessor has, what it keeps for itself of each.
@@ -69,3 +75,42 @@ def test_texts_of_any_length_take_the_same_few_variants(case, tmp_path, whole):
     assert {"tree_attention._tree_attention", "rms_norm._rms_norm", "gated._gated"} <= set(variants)
     assert all(count <= most.get(kernel, 1) for kernel, count in variants.items()), variants
     assert line["more"] == 0
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="the kernels run on the GPU")
+@torch.no_grad()
+def test_every_case_of_the_kernels_can_be_computed():
+    backends.use("triton")
+    try:
+        groups = cases(Shapes(torch.device("cpu"), **TINY), 8, 64).values()
+        made = {name: case for make in groups for name, case in make().items()}
+        assert set(backends.KERNELS) <= set(made)
+        for case in made.values():
+            case.kernel()
+            case.eager()
+    finally:
+        backends.use("auto")
+
+
+def test_kernels_are_on_disk_after_each(monkeypatch, tmp_path):
+    def absent():
+        raise ImportError("no such kernel")
+
+    saved, file = [], tmp_path / "a.json"
+
+    def made(*names: str):
+        def make() -> dict[str, KernelCase]:
+            saved.append(sorted(json.loads(file.read_text())["kernels"]) if file.exists() else [])
+            return {name: KernelCase(lambda: None, lambda: None, moved=8) for name in names}
+
+        return make
+
+    monkeypatch.setattr(kernel_speed, "cases", lambda *sizes: {"a": made("a"), "b": absent, "c": made("c", "d")})
+    monkeypatch.setattr(torch, "compile", lambda run, **how: run)
+    result = kernel_speed.benchmark(Shapes(torch.device("cpu"), **TINY), 8, 64, file)
+    assert saved == [[], ["a", "b"]]
+    assert result == json.loads(file.read_text())
+    assert sorted(result["kernels"]) == ["a", "b", "c", "d"]
+    assert result["kernels"]["b"] == {"failed": "ImportError: no such kernel"}
+    assert {"us", "gb_per_s", "share_of_ceiling"} <= set(result["kernels"]["d"]["kernel"])
+    assert {"machine", "versions", "revision", "ceiling"} <= set(result)

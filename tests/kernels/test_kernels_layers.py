@@ -11,7 +11,7 @@ from specdec.ops.cuda import commit, gated, norm_pair, rms_norm, rope_write
 from specdec.ops.gated import ACTIVATIONS
 from specdec.ops.rope_write import rotate
 
-pytestmark = on_devices
+pytestmark = [on_devices, pytest.mark.usefixtures("as_in_decoding")]
 
 
 def normalised(x, weight, eps: float, offset: bool = False) -> torch.Tensor:
@@ -24,7 +24,6 @@ def normalised(x, weight, eps: float, offset: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("offset", [False, True], ids=["plain", "offset"])
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 def test_rms_norm(device, dtype, size, offset, residual):
-    torch.manual_seed(0)
     x, other = (torch.randn(2, 3, size) * 3).to(dtype), torch.randn(2, 3, size).to(dtype)
     weight = torch.randn(size).to(dtype)
     if residual:
@@ -42,7 +41,6 @@ def test_rms_norm(device, dtype, size, offset, residual):
 @in_dtypes
 @pytest.mark.parametrize("size", [1, 96, 500])
 def test_norm_pair(device, dtype, size):
-    torch.manual_seed(0)
     x, y = (torch.randn(2, 3, size) * 3).to(dtype), torch.randn(2, 1, size).to(dtype).expand(2, 3, size)
     weights, eps = tuple(torch.randn(2, size).to(dtype)), (1e-5, 1e-2)
     got = norm_pair.launch(x.to(device), y.to(device), tuple(w.to(device) for w in weights), eps)
@@ -63,7 +61,6 @@ def test_rms_norm_takes_strided_rows(device):
 @pytest.mark.parametrize("norm", [None, "plain", "offset"])
 def test_rope_write(device, dtype, dim, heads, kv_heads, norm):
     """Of three rows the middle one is padding, and writes nothing."""
-    torch.manual_seed(0)
     rows = (torch.randn(3, heads + 2 * kv_heads, dim) * 2).to(dtype)
     tables = [table[torch.tensor([5, 0, 90])][None, :, None].to(dtype) for table in Rope().tables(dim, 100)]
     gains = torch.randn(2, dim).to(dtype) if norm else None
@@ -102,7 +99,6 @@ def test_rope_write(device, dtype, dim, heads, kv_heads, norm):
 )
 @pytest.mark.parametrize(("kv_heads", "dim"), [(1, 32), (3, 96)])
 def test_commit(device, dtype, lens, path, n, kv_heads, dim):
-    torch.manual_seed(0)
     cache = KVCache(2, len(lens), 80, kv_heads, dim, torch.empty(0, dtype=dtype, device=device))
     for kv in cache.layers:
         kv.copy_(torch.randn(kv.shape))
@@ -121,7 +117,6 @@ def test_commit(device, dtype, lens, path, n, kv_heads, dim):
 @pytest.mark.parametrize("activation", gated.ACTIVATIONS)
 @pytest.mark.parametrize("width", [1, 90, 1024, 1500])
 def test_gated(device, dtype, activation, width):
-    torch.manual_seed(0)
     rows = (torch.randn(3, 2 * width) * 4).to(dtype)
     gate, up = rows.double().chunk(2, dim=-1)
     wanted = ACTIVATIONS[activation](gate) * up

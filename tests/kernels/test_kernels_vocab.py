@@ -12,7 +12,7 @@ from specdec.sampling.filters import filtered_scores
 from specdec.sampling.noise import Noise, bits_of, gumbel, hashes_of
 from specdec.structs import Sampling
 
-pytestmark = on_devices
+pytestmark = [on_devices, pytest.mark.usefixtures("as_in_decoding")]
 
 
 @in_dtypes
@@ -20,7 +20,6 @@ pytestmark = on_devices
     ("rows", "size", "vocab", "k"), [(1, 32, 128, 1), (3, 96, 129, 4), (17, 40, 500, 10), (2, 64, 7, 7)]
 )
 def test_head_topk(device, dtype, rows, size, vocab, k):
-    torch.manual_seed(0)
     hidden, weight = torch.randn(rows, size).to(dtype), torch.randn(vocab, size).to(dtype)
     logp, ids = (x.cpu() for x in head_topk.launch(hidden.to(device), weight.to(device), k))
     whole = (hidden.double() @ weight.double().T).log_softmax(-1)
@@ -72,7 +71,6 @@ FILTERS = [
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 @pytest.mark.parametrize(("vocab", "parts"), [(5, 1), (2200, 1), (2200, 4)])
 def test_filters_keep_what_sorting_keeps(device, vocab, parts, filters):
-    torch.manual_seed(0)
     check(device, torch.randn(2, vocab) * 3, filters, parts)
 
 

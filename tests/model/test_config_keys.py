@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import NoneType
 from typing import NamedTuple
 
 import pytest
@@ -82,31 +83,15 @@ class Outcome(NamedTuple):
     refusal: str  # ours; empty if we have decoded
     gap: float | None  # the largest difference of the logits, where both sides have decoded
 
-    @property
-    def agrees(self) -> bool:
-        return self.gap is not None and self.gap < 1e-4
 
-    @property
-    def wrong(self) -> bool:
-        return not self.agrees and not self.refusal and (self.key, self.value) not in HARMLESS
-
-
-def alternatives(key: str, value) -> Iterator:
-    """Other values of a key."""
-    if key in VALUES:
-        yield from VALUES[key]
-    elif isinstance(value, bool):
-        yield not value
-    elif isinstance(value, int):
-        yield from (value + 1, 2 * value, 0)
-    elif isinstance(value, float):
-        yield from (2 * value + 0.5, 0.0)
-    elif value is None:
-        yield from (True, 3, 0.5)
-    elif isinstance(value, str):
-        yield "none such"
-    else:
-        yield None
+# Other values of a key, by the type of its present one.
+OTHERS = {
+    bool: lambda value: (not value,),
+    int: lambda value: (value + 1, 2 * value, 0),
+    float: lambda value: (2 * value + 0.5, 0.0),
+    NoneType: lambda value: (True, 3, 0.5),
+    str: lambda value: ("none such",),
+}
 
 
 def changes(config: dict, known: dict) -> Iterator[tuple[str, str, dict]]:
@@ -114,7 +99,8 @@ def changes(config: dict, known: dict) -> Iterator[tuple[str, str, dict]]:
     for key in sorted({*config, *known, *VALUES}):
         if key in config:
             yield key, "left out", {k: v for k, v in config.items() if k != key}
-        for value in alternatives(key, config.get(key, known.get(key))):
+        present = config.get(key, known.get(key))
+        for value in VALUES[key] if key in VALUES else OTHERS.get(type(present), lambda value: (None,))(present):
             if key not in config or value != config[key]:
                 yield key, repr(value), config | {key: value}
 
@@ -167,11 +153,12 @@ def test_every_key_is_read_as_transformers_reads_it_or_refused(family, tmp_path,
     """Every change with --whole, otherwise every fourth."""
     found = outcomes(family, tmp_path, every=1 if whole else 4)
     capfd.readouterr()  # notes of what transformers' modules decode
-    assert [o for o in found if o.wrong] == []
+    agreed = [o for o in found if o.gap is not None and o.gap < 1e-4]
+    assert [o for o in found if not (o in agreed or o.refusal or (o.key, o.value) in HARMLESS)] == []
     for outcome in found:
         assert not outcome.refusal or outcome.refusal.startswith("ValueError: "), outcome
         assert "\n" not in outcome.refusal, outcome
-    assert sum(o.agrees for o in found) > (80 if whole else 20), "most changes do not matter, or are read"
+    assert len(agreed) > (80 if whole else 20), "most changes do not matter, or are read"
     assert len({o.key for o in found}) > (50 if whole else 25)
     if whole:
         decoded = {(o.key, o.value) for o in found if o.gap is not None}

@@ -51,21 +51,11 @@ inline void store_tile(void* to) {
 }
 
 template <int Tile>
-inline void clear_tile() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(Tile));
-}
+inline void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(Tile)); }
 
 template <int Sum, int Rows, int Weights>
 inline void add_product() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sum), "i"(Rows), "i"(Weights));
-}
-
-inline void configure(const Shape& shape) {
-  asm volatile("ldtilecfg %0" ::"m"(shape)); // GCC's intrinsic says that it reads 8 bytes of it
-}
-
-inline void release() {
-  asm volatile("tilerelease");
 }
 
 constexpr int64_t HEIGHT = 16; // rows of a tile
@@ -75,15 +65,11 @@ constexpr int64_t TILES = 3; // for rows that are multiplied at once
 constexpr int64_t AHEAD = 4096; // bytes that are fetched before they are needed
 
 template <int... I, class Body>
-inline void each(std::integer_sequence<int, I...>, Body body) {
-  (body(std::integral_constant<int, I>()), ...);
-}
+inline void each(std::integer_sequence<int, I...>, Body body) { (body(std::integral_constant<int, I>()), ...); }
 
 // body(0), body(1), ... of N numbers that are known when this is compiled, as those of tiles must be.
 template <int N, class Body>
-inline void each(Body body) {
-  each(std::make_integer_sequence<int, N>(), body);
-}
+inline void each(Body body) { each(std::make_integer_sequence<int, N>(), body); }
 
 // Rows x [count,in] of fp32, split by the thread that multiplies them: what another has written would first have to come
 // from its cache. `in` is a multiple of INPUTS.
@@ -98,9 +84,7 @@ class Rows {
   const int64_t tiles_, height_; // tiles of a panel, and rows of each: the first for sums, as many for x, one for weights
   Line* lines_; // [panels, blocks, tiles * height]: the parts of a row follow each other
 
-  static int64_t ratio(int64_t x, int64_t y) { // rounded upwards
-    return y ? (x + y - 1) / y : 0;
-  }
+  static int64_t ratio(int64_t x, int64_t y) { return y ? (x + y - 1) / y : 0; } // rounded upwards
 
   // Room of this thread, for the rows that it multiplies next.
   static Line* room(int64_t lines) {
@@ -122,9 +106,7 @@ class Rows {
     }
   }
 
-  static __m512 widened(__m256i words) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
-  }
+  static __m512 widened(__m256i words) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16); }
 
   // A tile of every block times that of weights, into the WIDTH outputs at y of so many rows.
   template <int N>
@@ -154,7 +136,7 @@ class Rows {
       shape.bytes[tile] = LINE;
       shape.rows[tile] = tile < 2 * tiles_ ? height_ : HEIGHT;
     }
-    configure(shape);
+    asm volatile("ldtilecfg %0" ::"m"(shape)); // GCC's intrinsic says that it reads 8 bytes of it
   }
 
 public:
@@ -167,20 +149,16 @@ public:
     if (count) shape_tiles();
   }
   Rows(const Rows&) = delete;
-  ~Rows() {
-    release();
-  }
+  ~Rows() { asm volatile("tilerelease"); }
 
   // Times `outputs` at `weight`, a multiple of WIDTH, into y.
   void multiply(const void* weight, int64_t outputs, float* y, int64_t stride) const {
-    const auto panel = tiles_ == 1   ? &Rows::multiply_panel<1>
-                       : tiles_ == 2 ? &Rows::multiply_panel<2>
-                                     : &Rows::multiply_panel<3>;
+    static constexpr auto PANELS = by_number<TILES>([]<int N>() { return &Rows::multiply_panel<N>; });
     for (int64_t p = 0; p < panels_; p++)
       for (int64_t at = 0; at < outputs; at += WIDTH)
-        (this->*panel)(lines_ + p * blocks_ * tiles_ * height_,
-                       static_cast<const char*>(weight) + at / WIDTH * blocks_ * HEIGHT * LINE,
-                       std::min(rows_, count_ - p * rows_), y + p * rows_ * stride + at, stride);
+        (this->*PANELS[tiles_ - 1])(lines_ + p * blocks_ * tiles_ * height_,
+                                    static_cast<const char*>(weight) + at / WIDTH * blocks_ * HEIGHT * LINE,
+                                    std::min(rows_, count_ - p * rows_), y + p * rows_ * stride + at, stride);
   }
 };
 

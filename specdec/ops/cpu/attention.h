@@ -1,30 +1,17 @@
 // Attention of a few positions over a cache of keys and values, for `rows.cpp`.
 //
-// A position sees the slots that its row has committed, and of the scratch slots behind them those that it may. A score
-// is a sum over the numbers of a head, one after the other; what is read of the values is one over the slots that are
-// seen, in their order. So a result has the same bits whether a position is decoded alone or in a tree, whatever is
-// beside it.
+// A position sees the slots that its row has committed, and of the scratch slots after them those that it may. A score
+// is a sum over the numbers of a head, one after the other. The output is a sum over the slots that are seen, in their
+// order. So a result has the same bits whether a position is decoded alone or in a tree.
 //
 // Keys are turned, so that a vector holds one number of as many keys, and a score needs no sum over a vector. To turn
 // them costs as much as the scores of two or three queries. All positions of a row share what was turned.
 
 #pragma once
 
-#include "vectors.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-
-#include <algorithm>
-#include <array>
-#include <limits>
-#include <optional>
-#include <utility>
-#include <vector>
+#include "operators.h"
 
 namespace attention {
-
-using at::Tensor;
 
 constexpr int64_t REGISTERS = LANES == 16 ? 24 : 10; // for the sums of values of the queries that are taken at once
 constexpr int64_t SIDE = 2, KEYS = SIDE * LANES; // keys that are turned at once: two vectors, as a sum waits for itself
@@ -37,9 +24,7 @@ struct Seen {
   int64_t committed;
   std::vector<int64_t> scratch;
 
-  int64_t count() const {
-    return committed + static_cast<int64_t>(scratch.size());
-  }
+  int64_t count() const { return committed + static_cast<int64_t>(scratch.size()); }
 };
 
 // LANES keys [dim], `row` apart, of which those behind number `last` count as that one -> [dim,KEYS]. Of the keys that
@@ -127,19 +112,6 @@ void weigh_rest(const float* values, int64_t row, const Seen& seen, const float*
   for (int v = 0; v < V; v++) store(out + v * LANES, sums[v] * share);
 }
 
-using Score = void (*)(const float*, int64_t, const float*, float*, int64_t);
-using Weigh = void (*)(const float*, int64_t, int64_t, const float*, int64_t, float*);
-
-template <size_t... Q>
-constexpr std::array<Score, MANY> scores_of(std::index_sequence<Q...>) {
-  return {score<Q + 1>...};
-}
-
-template <int V, size_t... Q>
-constexpr std::array<Weigh, sizeof...(Q)> weighs_of(std::index_sequence<Q...>) {
-  return {weigh<V, Q + 1>...};
-}
-
 // Weights of the slots that a query sees, from its scores of all slots, in their place, but for their sum -> 1 / that.
 inline float weights_of(const Seen& seen, float* scores) {
   const int64_t count = seen.count(), whole = (count + LANES - 1) / LANES * LANES;
@@ -177,8 +149,8 @@ struct Room {
 template <int V>
 void attend(const Head& head, const std::vector<Seen>& seen, int64_t groups, Room& room, float* out, int64_t apart) {
   static constexpr int64_t STEP = std::clamp<int64_t>(REGISTERS / V, 1, MANY);
-  static constexpr auto SCORES = scores_of(std::make_index_sequence<MANY>());
-  static constexpr auto WEIGHS = weighs_of<V>(std::make_index_sequence<STEP>());
+  static constexpr auto SCORES = by_number<MANY>([]<int Q>() { return &score<Q>; });
+  static constexpr auto WEIGHS = by_number<STEP>([]<int Q>() { return &weigh<V, Q>; });
   const int64_t count = seen.size() * groups, stride = room.stride, dim = head.dim;
   float *turned = room.turned.data(), *scores = room.scores.data(), *sums = room.sums.data();
   for (int64_t slot = 0; slot < head.slots; slot += KEYS) {
@@ -200,9 +172,7 @@ void attend(const Head& head, const std::vector<Seen>& seen, int64_t groups, Roo
   }
 }
 
-using Attend = void (*)(const Head&, const std::vector<Seen>&, int64_t, Room&, float*, int64_t);
-
-inline Attend attend_of(int64_t dim) {
+inline auto attend_of(int64_t dim) -> decltype(&attend<1>) {
   switch (dim) {
     case 16: return attend<16 / LANES>;
     case 32: return attend<32 / LANES>;
@@ -236,12 +206,11 @@ inline Tensor tree_attention(const Tensor& q, const Tensor& keys, const Tensor& 
   TORCH_CHECK(keys.strides() == values.strides() && keys.stride(3) == 1, "keys and values lie otherwise");
   const Tensor queries = q.contiguous();
   Tensor out = at::empty({batch, n, width}, q.options());
-  const float *from = queries.const_data_ptr<float>(), *key = keys.const_data_ptr<float>();
-  const float* value = values.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
+  const float *from = floats(queries), *key = floats(keys), *value = floats(values);
+  float* to = floats(out);
   const int64_t* length = lens.const_data_ptr<int64_t>();
   const Tensor* tree = ancestors ? &*ancestors : nullptr;
-  const Attend attend = attend_of(dim);
+  const auto attend = attend_of(dim);
   const int64_t longest = std::min(*std::max_element(length, length + batch) + nodes, slots), part = groups * dim;
   const int64_t together = std::clamp<int64_t>(QUERIES / groups, 1, n), pieces = (n + together - 1) / together;
   const int64_t grain = std::max<int64_t>(1, SHARE / (2 * longest * part * together));

@@ -6,13 +6,7 @@
 
 #pragma once
 
-#include "vectors.h"
-
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <utility>
-#include <vector>
+#include "operators.h"
 
 namespace int8 {
 
@@ -23,40 +17,23 @@ constexpr int64_t MANY = LANES == 16 ? 6 : 4; // rows that are multiplied at onc
 constexpr int64_t AHEAD = 8192; // bytes that are fetched before they are needed
 
 using Sums = int32_t __attribute__((vector_size(LANES * 4)));
-
-#ifdef __AVX512F__
+using Whole = decltype(WIDE(set1_epi32)(0)); // what intrinsics take them for
 
 inline Sums widened(const int8_t* pairs) { // two inputs a lane, of 16 bits each
+#ifdef __AVX512F__
   return (Sums)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)pairs));
+#else
+  return (Sums)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)pairs));
+#endif
 }
 
 inline Sums plus_products(Sums sums, Sums weights, int32_t inputs) {
 #ifdef __AVX512VNNI__
-  return (Sums)_mm512_dpwssd_epi32((__m512i)sums, (__m512i)weights, _mm512_set1_epi32(inputs));
+  return (Sums)_mm512_dpwssd_epi32((Whole)sums, (Whole)weights, _mm512_set1_epi32(inputs));
 #else
-  return sums + (Sums)_mm512_madd_epi16((__m512i)weights, _mm512_set1_epi32(inputs));
+  return sums + (Sums)WIDE(madd_epi16)((Whole)weights, WIDE(set1_epi32)(inputs));
 #endif
 }
-
-inline Floats floats(Sums x) {
-  return _mm512_cvtepi32_ps((__m512i)x);
-}
-
-#else
-
-inline Sums widened(const int8_t* pairs) {
-  return (Sums)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)pairs));
-}
-
-inline Sums plus_products(Sums sums, Sums weights, int32_t inputs) {
-  return sums + (Sums)_mm256_madd_epi16((__m256i)weights, _mm256_set1_epi32(inputs));
-}
-
-inline Floats floats(Sums x) {
-  return _mm256_cvtepi32_ps((__m256i)x);
-}
-
-#endif
 
 constexpr int64_t SIDE = LANES == 16 ? BLOCKS : BLOCKS / 4; // blocks whose sums fit the registers for MANY rows
 
@@ -78,15 +55,7 @@ void multiply(const int32_t* x, const float* scales, int64_t pairs, const int8_t
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
     for (int b = 0; b < SIDE; b++)
-      store(y + r * stride + b * LANES, floats(sums[r][b]) * load(by + b * LANES) * scales[r]);
-}
-
-using Multiply = void (*)(const int32_t*, const float*, int64_t, const int8_t*, const float*, float*, int64_t);
-
-template <size_t... R>
-constexpr Multiply multiply_of(size_t rows, std::index_sequence<R...>) {
-  constexpr Multiply all[] = {multiply<R + 1>...};
-  return all[rows - 1];
+      store(y + r * stride + b * LANES, WIDE(cvtepi32_ps)((Whole)sums[r][b]) * load(by + b * LANES) * scales[r]);
 }
 
 // Rows x [count,in] of fp32, rounded by the thread that multiplies them; `in` is even.
@@ -110,10 +79,11 @@ public:
 
   // Times the WIDTH outputs at `weight`, into y.
   void multiply(const int8_t* weight, float* y, int64_t stride) const {
+    static constexpr auto PRODUCTS = by_number<MANY>([]<int R>() { return &int8::multiply<R>; });
     const float* by = reinterpret_cast<const float*>(weight + pairs_ * 2 * WIDTH);
     for (int64_t first = 0; first < count_; first += MANY) {
       const int64_t rows = std::min(MANY, count_ - first);
-      const Multiply some = multiply_of(rows, std::make_index_sequence<MANY>());
+      const auto some = PRODUCTS[rows - 1];
       for (int64_t b = 0; b < BLOCKS; b += SIDE)
         some(pairs_of_.data() + first * pairs_, scales_.data() + first, pairs_, weight + b * 2 * LANES, by + b * LANES,
              y + first * stride + b * LANES, stride);

@@ -1,21 +1,10 @@
-// RMSNorm, the rotation of queries and keys, and what surrounds them, a call each, for `rows.cpp`.
+// What surrounds the products and attention, a call each, for `rows.cpp`: RMSNorm, the rotation of queries and keys.
 
 #pragma once
 
-#include "vectors.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-
-#include <algorithm>
-#include <cmath>
-#include <optional>
-#include <tuple>
-#include <vector>
+#include "operators.h"
 
 namespace norm_rope {
-
-using at::Tensor;
 
 constexpr int64_t SHARE = 1 << 9; // values that are worth a thread
 
@@ -37,16 +26,14 @@ inline void norm_row(const float* x, const float* weight, float eps, int64_t siz
 // `apart`. What a row gives does not depend on the others.
 inline void norm_rows(const float* x, const float* y, const float* weight, float eps, int64_t rows, int64_t size,
                       float* sum, float* out, int64_t apart) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, SHARE / size), [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) {
-      const float* from = x + r * size;
-      if (y) {
-        float* to = sum + r * size;
-        for (int64_t i = 0; i < size; i++) to[i] = from[i] + y[r * size + i];
-        from = to;
-      }
-      norm_row(from, weight, eps, size, out + r * apart);
+  each_row(rows, size, SHARE, [&](int64_t r) {
+    const float* from = x + r * size;
+    if (y) {
+      float* to = sum + r * size;
+      for (int64_t i = 0; i < size; i++) to[i] = from[i] + y[r * size + i];
+      from = to;
     }
+    norm_row(from, weight, eps, size, out + r * apart);
   });
 }
 
@@ -56,8 +43,7 @@ inline Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
   Tensor out = at::empty(x.sizes(), x.options());
   const int64_t size = weight.numel();
   TORCH_CHECK(x.size(-1) == size, "the norm is of another size");
-  norm_rows(rows.const_data_ptr<float>(), nullptr, weight.const_data_ptr<float>(), eps, x.numel() / size, size, nullptr,
-            out.mutable_data_ptr<float>(), size);
+  norm_rows(floats(rows), nullptr, floats(weight), eps, x.numel() / size, size, nullptr, floats(out), size);
   return out;
 }
 
@@ -67,8 +53,7 @@ inline std::tuple<Tensor, Tensor> add_norm(const Tensor& x, const Tensor& y, con
   Tensor sum = at::empty(x.sizes(), x.options()), out = at::empty(x.sizes(), x.options());
   const int64_t size = weight.numel();
   TORCH_CHECK(x.size(-1) == size && x.sizes() == y.sizes(), "the norm is of another size");
-  norm_rows(rows.const_data_ptr<float>(), added.const_data_ptr<float>(), weight.const_data_ptr<float>(), eps,
-            x.numel() / size, size, sum.mutable_data_ptr<float>(), out.mutable_data_ptr<float>(), size);
+  norm_rows(floats(rows), floats(added), floats(weight), eps, x.numel() / size, size, floats(sum), floats(out), size);
   return {sum, out};
 }
 
@@ -81,11 +66,9 @@ inline Tensor norm_pair(const Tensor& x, const Tensor& y, const Tensor& x_weight
   auto shape = x.sizes().vec();
   shape.back() = size + beside;
   Tensor out = at::empty(shape, x.options());
-  float* to = out.mutable_data_ptr<float>();
-  norm_rows(left.const_data_ptr<float>(), nullptr, x_weight.const_data_ptr<float>(), x_eps, rows, size, nullptr, to,
-            size + beside);
-  norm_rows(right.const_data_ptr<float>(), nullptr, y_weight.const_data_ptr<float>(), y_eps, rows, beside, nullptr,
-            to + size, size + beside);
+  float* to = floats(out);
+  norm_rows(floats(left), nullptr, floats(x_weight), x_eps, rows, size, nullptr, to, size + beside);
+  norm_rows(floats(right), nullptr, floats(y_weight), y_eps, rows, beside, nullptr, to + size, size + beside);
   return out;
 }
 
@@ -101,16 +84,14 @@ inline Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   const int64_t batch = x.size(0), n = x.size(1), heads = x.size(2), dim = x.size(3);
   TORCH_CHECK(x.stride(3) == 1 && cos.stride(3) == 1 && sin.stride(3) == 1, "a head lies in pieces");
   Tensor out = at::empty({batch, n, heads, dim}, x.options());
-  const float *from = x.const_data_ptr<float>(), *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  at::parallel_for(0, batch * n, std::max<int64_t>(1, SHARE / (heads * dim)), [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) {
-      const int64_t b = row / n, i = row % n;
-      const float *cosine = c + b * cos.stride(0) + i * cos.stride(1), *sine = s + b * sin.stride(0) + i * sin.stride(1);
-      for (int64_t h = 0; h < heads; h++) {
-        const float* head = from + b * x.stride(0) + i * x.stride(1) + h * x.stride(2);
-        turn(head, cosine, sine, dim, to + (row * heads + h) * dim);
-      }
+  const float *from = floats(x), *c = floats(cos), *s = floats(sin);
+  float* to = floats(out);
+  each_row(batch * n, heads * dim, SHARE, [&](int64_t row) {
+    const int64_t b = row / n, i = row % n;
+    const float *cosine = c + b * cos.stride(0) + i * cos.stride(1), *sine = s + b * sin.stride(0) + i * sin.stride(1);
+    for (int64_t h = 0; h < heads; h++) {
+      const float* head = from + b * x.stride(0) + i * x.stride(1) + h * x.stride(2);
+      turn(head, cosine, sine, dim, to + (row * heads + h) * dim);
     }
   });
   return out;
@@ -128,10 +109,8 @@ inline Tensor rope_write(const Tensor& rows, const Tensor& cos, const Tensor& si
   TORCH_CHECK(keys.is_contiguous() && values.is_contiguous() && cos.stride(3) == 1 && sin.stride(3) == 1,
               "a row of the cache lies in pieces");
   Tensor queries = at::empty({batch, n, heads, dim}, rows.options());
-  const float *from = inputs.const_data_ptr<float>(), *c = cos.const_data_ptr<float>(), *s = sin.const_data_ptr<float>();
-  const float* gain = gains ? gains->const_data_ptr<float>() : nullptr;
-  float *q = queries.mutable_data_ptr<float>(), *k = keys.mutable_data_ptr<float>();
-  float* v = values.mutable_data_ptr<float>();
+  const float *from = floats(inputs), *c = floats(cos), *s = floats(sin), *gain = gains ? floats(*gains) : nullptr;
+  float *q = floats(queries), *k = floats(keys), *v = floats(values);
   const int64_t* slot = places.const_data_ptr<int64_t>();
   for (int64_t row = 0; row < batch * n; row++)
     TORCH_CHECK(slot[row] >= 0 && slot[row] < keys.size(0), "the cache has no slot ", slot[row]);

@@ -1,15 +1,11 @@
-// Products of a few rows with a weight in bf16 or fp32, in fp32, which read the weight once (with AMX: amx.h); the gated
-// MLP, made of two of them; attention of a few positions (attention.h), norms and rotations (norm_rope.h), alone and with
-// the products around them; what else a round does (tokens.h). `native.py` compiles this file for the processor at hand.
-// `cpu_linear.py`, `cpu_attention.py`, `layers.py` and those who call `native.serves` say when it is used.
+// The operators of the CPU: products of a few rows with a weight, which read the weight once, and what uses them.
+// `native.py` compiles this file for the processor at hand, and `native.serves` says when its operators are used.
 //
 // A round multiplies 1 to 60 rows with every weight. Of one row the time is that of reading the weight, and of several
 // it should be the same, as long as there is less arithmetic than reading. So a tile of outputs keeps all of its sums in
 // registers, for all rows, while the weight streams by. A bf16 value is the upper half of an fp32 one: a shift and a mask
-// widen two of them.
-//
-// Where torch's precision of fp32 products is "medium", and the processor multiplies bf16, rows are rounded to bf16 first.
-// That is half of the arithmetic.
+// widen two of them. Where torch's precision of fp32 products is "medium", and the processor multiplies bf16, rows are
+// rounded to bf16 first. That is half of the arithmetic.
 //
 // A sum is taken over the inputs one after the other, whatever the number of rows. So a row's result has the same bits
 // whatever rows are beside it.
@@ -19,22 +15,12 @@
 #include "int8.h"
 #include "norm_rope.h"
 #include "tokens.h"
-#include "vectors.h"
+#include "operators.h"
 
 #include <ATen/Context.h>
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <array>
-#include <cstring>
-#include <utility>
-#include <vector>
-
 namespace {
-
-using at::Tensor;
 
 constexpr int64_t UNIT = 64; // outputs that are divided among threads together
 constexpr int64_t BESIDE = 2; // vectors of outputs that lie side by side in the packed weight
@@ -49,12 +35,8 @@ struct Exact {
   const float* x;
 
   Exact(const float* x, int64_t, int64_t) : x(x) {}
-  static Floats spread(Number x) {
-    return ::spread(x);
-  }
-  static Floats plus_product(Floats sum, Floats weights, Floats input) {
-    return sum + weights * input;
-  }
+  static Floats spread(Number x) { return ::spread(x); }
+  static Floats plus_product(Floats sum, Floats weights, Floats input) { return sum + weights * input; }
 };
 
 // A packed weight is a row of vectors, each of one output a lane. In bf16 it holds two inputs of each, the later one in
@@ -72,9 +54,7 @@ struct Fp32 {
   using Vector = Floats;
   using Inputs = Exact;
   static constexpr int INPUTS = 1, NUMBERS = 1;
-  static Floats part(Vector values, int) {
-    return values;
-  }
+  static Floats part(Vector values, int) { return values; }
 };
 
 #ifdef __AVX512BF16__
@@ -94,9 +74,7 @@ struct RoundedRows {
       _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(numbers));
     }
   }
-  static __m512i spread(Number pair) {
-    return _mm512_set1_epi32(pair);
-  }
+  static __m512i spread(Number pair) { return _mm512_set1_epi32(pair); }
   static Floats plus_product(Floats sum, Words weights, __m512i input) {
     return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)input);
   }
@@ -105,9 +83,7 @@ struct RoundedRows {
 struct Rounded : Bf16 {
   using Inputs = RoundedRows;
   static constexpr int NUMBERS = 1;
-  static Words part(Vector pairs, int) {
-    return pairs;
-  }
+  static Words part(Vector pairs, int) { return pairs; }
 };
 #endif
 
@@ -159,15 +135,7 @@ void multiply(const typename Kind::Inputs::Number* x, int64_t size, const typena
 }
 
 template <class Kind>
-using Product = decltype(&multiply<Kind, 1>);
-
-template <class Kind, size_t... R>
-constexpr std::array<Product<Kind>, MANY> products(std::index_sequence<R...>) {
-  return {multiply<Kind, R + 1>...};
-}
-
-template <class Kind>
-constexpr auto PRODUCTS = products<Kind>(std::make_index_sequence<MANY>());
+constexpr auto PRODUCTS = by_number<MANY>([]<int R>() { return &multiply<Kind, R>; });
 
 // Rows [count,in], as a thread multiplies them.
 template <class Kind>
@@ -241,12 +209,7 @@ bool tiled(int64_t inputs, int64_t beside) {
 }
 
 // How many outputs lie side by side in such a weight.
-int64_t group(int64_t inputs, int64_t beside) {
-#ifdef SPECDEC_AMX
-  if (tiled(inputs, beside)) return amx::WIDTH;
-#endif
-  return GROUP;
-}
+int64_t group(int64_t inputs, int64_t beside) { return tiled(inputs, beside) ? LANES : GROUP; }
 
 int64_t inputs_of(const Tensor& weight) {
   const int64_t scales = weight.scalar_type() == at::kChar ? int8::SCALES : 0;
@@ -254,9 +217,7 @@ int64_t inputs_of(const Tensor& weight) {
 }
 
 // Outputs of a packed weight, those that fill up the last unit among them.
-int64_t outputs_of(const Tensor& weight) {
-  return weight.size(0) * weight.size(2);
-}
+int64_t outputs_of(const Tensor& weight) { return weight.size(0) * weight.size(2); }
 
 // The units of a packed weight [groups, in / INPUTS, group, INPUTS], and how many of them are worth a thread.
 template <class Kind>
@@ -268,9 +229,7 @@ struct Packed {
       : at(static_cast<const typename Kind::Vector*>(weight.const_data_ptr())), units(outputs_of(weight) / UNIT),
         in(inputs_of(weight)), apart(weight.size(1) * BLOCKS),
         grain(std::max<int64_t>(1, SHARE / (apart * int64_t(sizeof(typename Kind::Vector))))) {}
-  const typename Kind::Vector* unit(int64_t u) const {
-    return at + u * apart;
-  }
+  const typename Kind::Vector* unit(int64_t u) const { return at + u * apart; }
 };
 
 // body(kind) of how the weight is packed, and of how exact the product has to be.
@@ -316,14 +275,14 @@ void check(const Tensor& x, const Tensor& weight, int64_t size) {
               "the weight was packed for other sizes");
 }
 
-// x [R,in] fp32, weight as `cpu_linear` packs it, [groups, in / 2, group, 2] in bf16 or [groups, in, group, 1] in fp32,
+// x [R,in] fp32, weight as `ops/linear.py` packs it, [groups, in / 2, group, 2] in bf16 or [groups, in, group, 1] in fp32,
 // of `size` outputs -> [R,size].
 Tensor linear(const Tensor& x, const Tensor& weight, int64_t size) {
   check(x, weight, size);
   const Tensor inputs = x.contiguous();
   Tensor out = at::empty({x.size(0), size}, x.options());
   with_kind(weight, [&]<class Kind>(Kind) {
-    multiply_all(inputs.const_data_ptr<float>(), x.size(0), Packed<Kind>(weight), size, out.mutable_data_ptr<float>());
+    multiply_all(floats(inputs), x.size(0), Packed<Kind>(weight), size, floats(out));
   });
   return out;
 }
@@ -358,13 +317,9 @@ Tensor mlp(const Tensor& x, const Tensor& gate_up, const Tensor& down, int64_t s
               "the weights were packed for other sizes");
   const Tensor inputs = x.contiguous();
   Tensor between = at::empty({rows, inner}, x.options()), out = at::empty({rows, size}, x.options());
-  float* acts = between.mutable_data_ptr<float>();
-  with_kind(gate_up, [&]<class Kind>(Kind) {
-    gated(inputs.const_data_ptr<float>(), rows, Packed<Kind>(gate_up), inner, acts);
-  });
-  with_kind(down, [&]<class Kind>(Kind) {
-    multiply_all(acts, rows, Packed<Kind>(down), size, out.mutable_data_ptr<float>());
-  });
+  float* acts = floats(between);
+  with_kind(gate_up, [&]<class Kind>(Kind) { gated(floats(inputs), rows, Packed<Kind>(gate_up), inner, acts); });
+  with_kind(down, [&]<class Kind>(Kind) { multiply_all(acts, rows, Packed<Kind>(down), size, floats(out)); });
   return out;
 }
 
@@ -400,25 +355,21 @@ TORCH_LIBRARY(specdec_rows, m) {
   m.def("group(int inputs, int beside) -> int", &group);
   m.def("linear(Tensor x, Tensor weight, int size) -> Tensor", CPU(&linear));
   m.def("mlp(Tensor x, Tensor gate_up, Tensor down, int size) -> Tensor", CPU(&mlp));
-  m.def(
-      "tree_attention(Tensor q, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors, int nodes, float scale)"
-      " -> Tensor", CPU(&attention::tree_attention));
+  m.def("tree_attention(Tensor q, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors, int nodes, float scale)"
+        " -> Tensor", CPU(&attention::tree_attention));
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", CPU(&norm_rope::rms_norm));
   m.def("add_norm(Tensor x, Tensor y, Tensor weight, float eps) -> (Tensor, Tensor)", CPU(&norm_rope::add_norm));
   m.def("norm_pair(Tensor x, Tensor y, Tensor x_weight, Tensor y_weight, float x_eps, float y_eps) -> Tensor",
         CPU(&norm_rope::norm_pair));
   m.def("rotate(Tensor x, Tensor cos, Tensor sin) -> Tensor", CPU(&norm_rope::rotate));
-  m.def(
-      "rope_write(Tensor rows, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) keys, Tensor(b!) values, Tensor? gains,"
-      " float eps) -> Tensor", CPU(&norm_rope::rope_write));
-  m.def(
-      "attend_add(Tensor residual, Tensor x, Tensor qkv, Tensor o, Tensor cos, Tensor sin, Tensor slots,"
-      " Tensor(a!) flat_keys, Tensor(b!) flat_values, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors,"
-      " int nodes, float scale, Tensor? gains, float gain_eps, Tensor weight, float eps) -> (Tensor, Tensor)",
-      CPU(&attend_add));
-  m.def(
-      "mlp_add(Tensor residual, Tensor x, Tensor gate_up, Tensor down, Tensor weight, float eps) -> (Tensor, Tensor)",
-      CPU(&mlp_add));
+  m.def("rope_write(Tensor rows, Tensor cos, Tensor sin, Tensor slots, Tensor(a!) keys, Tensor(b!) values, Tensor? gains,"
+        " float eps) -> Tensor", CPU(&norm_rope::rope_write));
+  m.def("attend_add(Tensor residual, Tensor x, Tensor qkv, Tensor o, Tensor cos, Tensor sin, Tensor slots,"
+        " Tensor(a!) flat_keys, Tensor(b!) flat_values, Tensor keys, Tensor values, Tensor lens, Tensor? ancestors,"
+        " int nodes, float scale, Tensor? gains, float gain_eps, Tensor weight, float eps) -> (Tensor, Tensor)",
+        CPU(&attend_add));
+  m.def("mlp_add(Tensor residual, Tensor x, Tensor gate_up, Tensor down, Tensor weight, float eps) -> (Tensor, Tensor)",
+        CPU(&mlp_add));
   m.def("largest(Tensor x) -> Tensor", CPU(&tokens::largest));
   m.def("likeliest(Tensor logits) -> (Tensor, Tensor)", CPU(&tokens::likeliest));
   m.def("follow(Tensor tokens, Tensor parents, Tensor drawn, int steps) -> (Tensor, Tensor, Tensor)", CPU(&tokens::follow));

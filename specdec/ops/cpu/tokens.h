@@ -1,22 +1,10 @@
-// What rounds do beside the forward, a call each, for `rows.cpp`: the likeliest token, the walk down a tree, and the move of
-// what was accepted.
+// What rounds do except for the forward, for `rows.cpp`: the likeliest token, the walk down a tree, the move of its path.
 
 #pragma once
 
-#include "vectors.h"
-
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <tuple>
+#include "operators.h"
 
 namespace tokens {
-
-using at::Tensor;
 
 constexpr int64_t SHARE = 1 << 14; // logits that are worth a thread
 
@@ -35,11 +23,9 @@ inline Tensor largest(const Tensor& x) {
   const Tensor rows = x.contiguous();
   const int64_t size = rows.size(-1), count = rows.numel() / size;
   Tensor places = at::empty(rows.sizes().slice(0, rows.dim() - 1), rows.options().dtype(at::kLong));
-  const float* from = rows.const_data_ptr<float>();
+  const float* from = floats(rows);
   int64_t* place = places.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, count, std::max<int64_t>(1, SHARE / size), [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) place[r] = largest_at(from + r * size, size);
-  });
+  each_row(count, size, SHARE, [&](int64_t r) { place[r] = largest_at(from + r * size, size); });
   return places;
 }
 
@@ -50,20 +36,18 @@ inline std::tuple<Tensor, Tensor> likeliest(const Tensor& logits) {
   auto shape = rows.sizes().vec();
   shape.back() = 1;
   Tensor logp = at::empty(shape, rows.options()), ids = at::empty(shape, rows.options().dtype(at::kLong));
-  const float* from = rows.const_data_ptr<float>();
-  float* score = logp.mutable_data_ptr<float>();
+  const float* from = floats(rows);
+  float* score = floats(logp);
   int64_t* id = ids.mutable_data_ptr<int64_t>();
-  at::parallel_for(0, count, std::max<int64_t>(1, SHARE / size), [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; r++) {
-      const float* x = from + r * size;
-      id[r] = largest_at(x, size);
-      const float most = x[id[r]];
-      Floats total = {};
-      for (int64_t i = 0; i < whole; i += LANES) total += exponential(load(x + i) - most);
-      float sum = sum_of(total);
-      for (int64_t i = whole; i < size; i++) sum += std::exp(x[i] - most);
-      score[r] = -std::log(sum);
-    }
+  each_row(count, size, SHARE, [&](int64_t r) {
+    const float* x = from + r * size;
+    id[r] = largest_at(x, size);
+    const float most = x[id[r]];
+    Floats total = {};
+    for (int64_t i = 0; i < whole; i += LANES) total += exponential(load(x + i) - most);
+    float sum = sum_of(total);
+    for (int64_t i = whole; i < size; i++) sum += std::exp(x[i] - most);
+    score[r] = -std::log(sum);
   });
   return {logp, ids};
 }

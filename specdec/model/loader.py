@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -165,7 +165,7 @@ def model_in_memory(
     return target
 
 
-def is_transformers(model: object) -> bool:
+def is_transformers(model: object) -> "TypeGuard[PreTrainedModel]":
     """Return whether this is a model of transformers, without importing transformers."""
     loaded = sys.modules.get("transformers")
     return loaded is not None and isinstance(model, loaded.PreTrainedModel)

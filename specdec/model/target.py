@@ -79,6 +79,7 @@ class Target(LanguageModel):
     """The target of all native families. Weights are frozen: the target is never trained here."""
 
     capturable = True
+    head: Linear
     parts: tuple[Function, Function, list[tuple[Function, int]], Function]  # embedding, norm, (block, its kind), head
     groups: int  # query heads to a key head; like `parts`, set by `bind`
 

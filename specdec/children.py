@@ -12,8 +12,7 @@ from typing_extensions import override
 
 from specdec.contracts import Children, DraftState, TreePolicy, Vocabulary
 from specdec.ops.likely import top
-from specdec.sampling.draws import perturbed
-from specdec.sampling.filters import filtered_probs, warmed
+from specdec.sampling.filters import filtered_probs, perturbed, warmed
 from specdec.sampling.noise import RoundNoise
 from specdec.structs import Sampling, SamplingBatch, Verifier
 

@@ -25,7 +25,7 @@ from specdec.model.cache import KVCache
 from specdec.model.language_model import LanguageModel
 from specdec.model.target import check_taps
 from specdec.ops.likely import logprobs_of, top
-from specdec.sampling.draws import sample
+from specdec.sampling.filters import sample
 from specdec.sampling.noise import Noise, RoundNoise, Seed, hashes_of
 from specdec.sampling.penalties import Penalties
 from specdec.structs import DraftTree, Sampling, SamplingBatch, Verifier

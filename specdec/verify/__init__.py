@@ -1,4 +1,4 @@
-"""Verification: which drafted tokens are emitted. One file per rule; lossy rules say so in their `lossless`.
+"""Verification: which drafted tokens are emitted. Lossy rules say so in their `lossless`.
 
 conf/verifier/NAME.yaml registers a rule: its `_target_` is a frozen dataclass, whose fields are the rule's settings.
 """
@@ -9,12 +9,8 @@ from typing import Any, cast
 from specdec import own, registry
 from specdec.schema import check_value, shown
 from specdec.structs import Verifier
-from specdec.verify.block import BlockVerification
-from specdec.verify.match import SampleAndMatch, sample_and_match
-from specdec.verify.rejection import MultiRoundRejection
-from specdec.verify.thresholds import TwoThresholds
-from specdec.verify.typical import TypicalAcceptance
-from specdec.verify.walk import Rule
+from specdec.verify.rules import BlockVerification, MultiRoundRejection, TwoThresholds, TypicalAcceptance
+from specdec.verify.walk import Rule, SampleAndMatch, sample_and_match
 
 VERIFIERS: dict[str, Any] = {name: registry.target("verifier", name) for name in registry.names("verifier")}
 
@@ -34,14 +30,13 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
     part = None if name in VERIFIERS else own.find("verifier", name)
     if part is not None:
         return cast(Any, own.make(name, part, Rule, **settings))
-    known = [f.name for f in fields(registry.target("verifier", name))]
-    for setting in settings:
+    known = {f.name: f for f in fields(registry.target("verifier", name))}
+    for setting, value in settings.items():
         if setting not in known:
             has = f"has {' and '.join(known)}" if known else "has no settings"
             raise ValueError(f"the verifier {name!r} {has}, and no {setting!r}")
-    for each in fields(registry.target("verifier", name)):
-        if isinstance(settings.get(each.name), str | bool | list):
-            check_value(each, settings[each.name], each.name)
+        if isinstance(value, str | bool | list):
+            check_value(known[setting], value, setting)
     return registry.make("verifier", name, **settings)
 
 

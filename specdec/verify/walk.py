@@ -1,14 +1,18 @@
-"""Parts of all rules: nodes are hits or misses, the longest path without a miss is accepted, a bonus follows it."""
+"""The default rule, and parts of all rules.
 
+Nodes are hits or misses, the longest path without a miss is accepted, and a bonus token follows it.
+"""
+
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from specdec.ops import native
-from specdec.sampling.draws import draw
+from specdec.sampling.filters import draw, filtered_probs, sample
 from specdec.sampling.noise import RoundNoise
-from specdec.structs import DraftTree, Verdict
+from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
 
 
 class Rule:
@@ -19,6 +23,48 @@ class Rule:
     chains_only: ClassVar[bool] = False
     likeliest_only: ClassVar[bool] = False
     couples: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class SampleAndMatch(Rule):
+    """Draw the target's token at every node, and walk down from the root while a child carries the drawn token.
+
+    Each emitted token is a draw from the target's own distribution given the tokens before it, so the output is
+    distributed as the target's whatever was drafted. For trees of distinct siblings the accepted length has the same
+    law as EAGLE's accept-or-renormalise walk: a node is left through one of its children with the children's total
+    probability. The greedy and the sampled case are the same code.
+    """
+
+    likeliest_only = True
+    couples = True
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
+    ) -> Verdict:
+        """Verify a tree: see `structs.Verifier`."""
+        return follow(tree, sample(logits, sampling, noise, tree.depth))
+
+
+sample_and_match = SampleAndMatch()
+
+
+class ChoosingRule(Rule):
+    """A rule that chooses the last accepted node by the target's filtered probabilities."""
+
+    def choose(self, tree: DraftTree, p: Tensor, noise: RoundNoise | None) -> tuple[Tensor, Tensor]:
+        """Return the last accepted node [B], and what the bonus token is drawn from [B,V]. p [B,N,V]: the target's."""
+        raise NotImplementedError
+
+    def __call__(
+        self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None = None
+    ) -> Verdict:
+        """Verify a tree: see `structs.Verifier`."""
+        winner, probs = self.choose(tree, filtered_probs(logits, sampling), noise)
+        if noise is None:
+            bonus = probs.max(-1).indices
+        else:
+            bonus = draw(probs, noise.at(tree.depth.gather(1, winner[:, None]).squeeze(1)))
+        return accept(tree, winner, bonus)
 
 
 def alive(tree: DraftTree, hit: Tensor) -> Tensor:
@@ -73,13 +119,6 @@ def coins_of(tree: DraftTree, noise: RoundNoise | None, of_parents: bool = False
     if of_parents:
         return noise.coins(tree.depth, tree.tokens).gather(1, tree.parents)
     return noise.coins((tree.depth - 1).clamp(min=0), tree.tokens)
-
-
-def bonus_of(tree: DraftTree, winner: Tensor, probs: Tensor, noise: RoundNoise | None) -> Tensor:
-    """Draw the token [B] after the nodes winner [B] from probs [B,V]; without noise, the most likely one."""
-    if noise is None:
-        return probs.max(-1).indices
-    return draw(probs, noise.at(tree.depth.gather(1, winner[:, None]).squeeze(1)))
 
 
 def at(nodes: Tensor, values: Tensor) -> Tensor:

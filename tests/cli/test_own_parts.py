@@ -225,7 +225,7 @@ class New(FixedTree):
 """
 VERIFIER = """
 from dataclasses import dataclass
-from specdec.verify.match import SampleAndMatch
+from specdec.verify.walk import SampleAndMatch
 
 @dataclass(frozen=True)
 class New(SampleAndMatch):

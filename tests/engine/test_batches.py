@@ -13,8 +13,7 @@ from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.ops.likely import top_logprobs
-from specdec.sampling.draws import sample
-from specdec.sampling.filters import filtered_probs
+from specdec.sampling.filters import filtered_probs, sample
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import Sampling, SamplingBatch
 from specdec.text import StopStrings, TextStream

@@ -13,8 +13,7 @@ from specdec.ops import commit
 from specdec.ops.attention import attend, packed_mask, tree_mask
 from specdec.ops.rms_norm import reference
 from specdec.ops.rope_write import rotate
-from specdec.sampling.draws import draw
-from specdec.sampling.filters import filtered_probs
+from specdec.sampling.filters import draw, filtered_probs
 from specdec.sampling.noise import bits_of, gumbel, hashes_of
 from specdec.structs import Sampling
 from specdec.trees.dynamic import DynamicTree, Pool, next_level

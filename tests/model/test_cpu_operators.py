@@ -11,7 +11,7 @@ from specdec.ops import native
 from specdec.ops.commit import reference
 from specdec.ops.likely import top, top_logprobs
 from specdec.ops.rope_write import rope_write, rotate
-from specdec.sampling.draws import sample
+from specdec.sampling.filters import sample
 from specdec.structs import DraftTree, Sampling
 from specdec.trees.base import ancestors_of
 from specdec.verify.walk import alive, follow, path_of

@@ -12,8 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.sampling.draws import sample
-from specdec.sampling.filters import filtered_probs
+from specdec.sampling.filters import filtered_probs, sample
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling, SamplingBatch
 from specdec.trees.base import ancestors_of

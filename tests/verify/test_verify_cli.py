@@ -71,7 +71,7 @@ def test_a_new_rule_is_found_by_its_yaml(monkeypatch, tmp_path):
     assert {name: type(make_verifier(name)) for name in VERIFIERS} == VERIFIERS
     assert make_verifier().lossless
     (tmp_path / "verifier").mkdir()
-    rule = "_target_: specdec.verify.typical.TypicalAcceptance\nepsilon: 0.5\n"
+    rule = "_target_: specdec.verify.rules.TypicalAcceptance\nepsilon: 0.5\n"
     (tmp_path / "verifier" / "lenient.yaml").write_text(rule)
     monkeypatch.setattr(registry, "CONF", tmp_path)
     assert make_verifier("lenient") == TypicalAcceptance(epsilon=0.5)

@@ -10,8 +10,7 @@ from test_verify import random_tree
 
 from specdec.children import Drawn, children_of
 from specdec.lab.proof.laws import TableDrafter
-from specdec.sampling.draws import draw
-from specdec.sampling.filters import filtered_probs
+from specdec.sampling.filters import draw, filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling
 from specdec.trees import SampledTree
@@ -121,14 +120,14 @@ def first_of(p, q):
     return p
 
 
-REJECTION, BLOCK, THRESHOLDS = "specdec.verify.rejection", "specdec.verify.block", "specdec.verify.thresholds"
-P_FOR_BONUS = f"{THRESHOLDS}.TwoThresholds._bonus", staticmethod(lambda tree, p, winner: p)
+RULES = "specdec.verify.rules"
+P_FOR_BONUS = f"{RULES}.TwoThresholds._bonus", staticmethod(lambda tree, p, winner: p)
 BROKEN = {
     "match: a drafted token where none matches": (Credulous(), None),
-    "rejection: p stays whole": (MultiRoundRejection(), (f"{REJECTION}.residual", first_of)),
-    "rejection: q stays whole": (MultiRoundRejection(), (f"{REJECTION}._without", first_of)),
+    "rejection: p stays whole": (MultiRoundRejection(), (f"{RULES}.residual", first_of)),
+    "rejection: q stays whole": (MultiRoundRejection(), (f"{RULES}._without", first_of)),
     "rejection: draws lose their order": (MultiRoundRejection(), ("specdec.children.Drawn.draw", sorted_children)),
-    "block: the bonus comes from p": (BlockVerification(), (f"{BLOCK}.residual", first_of)),
+    "block: the bonus comes from p": (BlockVerification(), (f"{RULES}.residual", first_of)),
     "sglang: the bonus comes from p": (TwoThresholds(), P_FOR_BONUS),
 }
 

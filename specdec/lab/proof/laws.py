@@ -23,8 +23,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
 from specdec.lab.proof.equality import SLACK
 from specdec.model.language_model import LanguageModel
-from specdec.sampling.draws import draw
-from specdec.sampling.filters import filtered_probs
+from specdec.sampling.filters import draw, filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling, Verifier
 from specdec.trees.base import ancestors_of

@@ -6,7 +6,7 @@
     t_m = max x + temperature * log min_p                                                 min-p
     token = argmax over the survivors of x / temperature - log e                        an exponential race
 
-In torch: `sampling.draws.sample`. It differs only in ties at t_p, of which it keeps as many as its sort puts first.
+In torch: `sampling.filters.sample`. It differs only in ties at t_p, of which it keeps as many as its sort puts first.
 
 A row is cut into parts, so that few rows fill a GPU too. Three kernels follow each other:
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from specdec.engine.compiled.backend import CompiledRounds
-from specdec.engine.compiled.record import record
+from specdec.engine.compiled.graph import record
 from specdec.engine.executor import restored
 from specdec.engine.graphs import WARM_UPS
 
@@ -105,7 +105,7 @@ def lend(call: tuple) -> tuple:
 class Tape:
     """An executor for tests."""
 
-    fixed, any_bound, late = True, False, True
+    any_bound, late = False, True
 
     def __init__(self):
         self.captures, self.replays = 0, 0

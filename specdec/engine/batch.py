@@ -20,11 +20,10 @@ from torch import Tensor
 from specdec.contracts import DraftState
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch_tensors import BatchTensors, settings_for
-from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.controller import Controller
-from specdec.engine.executor import EAGER, Executor, Graph, bindings_of, buckets, copied
+from specdec.engine.executor import Executor, Graph, bindings_of, buckets, copied
 from specdec.engine.prefill import Reading
-from specdec.engine.report import Reads, RoundReport
+from specdec.engine.report import Clock, Reads, RoundReport, SilentClock
 from specdec.engine.round import Round, RoundSettings
 from specdec.engine.sequence import Sequence
 from specdec.structs import Survivors
@@ -47,7 +46,7 @@ class Batch:
         rows: int,
         room: int,
         clock: Clock | SilentClock,
-        executor: Executor = EAGER,
+        executor: Executor | None = None,
         widths: abc.Sequence[int] | None = None,
         *,
         overlap: bool = False,
@@ -55,8 +54,9 @@ class Batch:
         abstain: bool = True,
         adaptive: Policy | None = None,
     ):
-        """Allocate `rows` rows of up to `room` tokens each, for rounds that `executor` runs and `clock` times.
+        """Allocate `rows` rows of up to `room` tokens each, for rounds that `clock` times.
 
+        executor: captures the rounds; None for eager rounds.
         widths: numbers of rows that rounds may have, ascending, the last is `rows`; None for any number.
         overlap: a round starts before the last one is read, so the device ends rows by itself.
         compact: drop rows that have ended. Rounds of given widths drop them as soon as a smaller width fits.
@@ -64,10 +64,11 @@ class Batch:
         adaptive: chooses the trees of rounds.
         """
         self.round, self.rows, self.room = round_, rows, room
-        self.executor, self.widths, self.buckets = executor, widths, buckets(room)
-        self.abstain, self.overlap = abstain and not executor.fixed, overlap or executor.fixed
+        self.captures, self.widths, self.buckets = executor is not None, widths, buckets(room)
+        self.executor: Any = executor  # an `Executor`, where rounds are captured
+        self.abstain, self.overlap = abstain and not self.captures, overlap or self.captures
         self.price = 0.0 if widths else PRICE if compact else float("inf")
-        self.tensors = BatchTensors(round_, rows, room, executor.fixed)
+        self.tensors = BatchTensors(round_, rows, room, self.captures)
         self.cache, self.device = self.tensors.cache, round_.target.device
         self.graphs: dict[tuple, Graph] = {}  # captured rounds by bucket, kind of settings, reads and levels
         self.reads = Reads.LOGITS  # what is read of rounds
@@ -76,7 +77,7 @@ class Batch:
     def begin(self, clock: Clock | SilentClock, adaptive: Policy | None = None, continuous: bool = False) -> None:
         """Drop all sequences. continuous: sequences will join and leave while others decode."""
         # Where sequences join captured rounds, there are two programs at least, and not one for each temperature.
-        self.clock, self.table = clock, continuous and self.executor.fixed
+        self.clock, self.table = clock, continuous and self.captures
         self.controller = None if adaptive is None else Controller(adaptive, self.round.drafter)
         self.sequences: list[Sequence] = []
         self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
@@ -173,7 +174,7 @@ class Batch:
         self._drop([True] * len(self.sequences))
         if self.controller is not None:
             self.controller.forget()
-        if not self.executor.fixed:
+        if not self.captures:
             self.tensors.settings = None
 
     # Rounds
@@ -199,7 +200,7 @@ class Batch:
             report = self._replay(min(max_len, self.room), levels)
             self.clock.mark("round")
         else:
-            report = EAGER.capture(self._eager_round(levels), (), max_len)(max_len)
+            report = self._eager_round(levels)(max_len)
         report.rows, report.sampling, report.clock = self.sequences, tensors.settings.sampling, self.clock
         if self.controller is not None:
             self.controller.played(report)
@@ -207,7 +208,7 @@ class Batch:
 
     def _replays(self) -> bool:
         """Return whether the next round is captured: masks of grammars come from the host and make rounds eager."""
-        return self.executor.fixed and not self.tensors.settings.masks
+        return self.captures and not self.tensors.settings.masks
 
     def _shed(self, over: list[bool]) -> None:
         """Drop rows that are over if a smaller number of rows fits and they have been carried for long enough."""
@@ -227,7 +228,7 @@ class Batch:
     def _eager_round(self, planned: int | None) -> Callable[[int], RoundReport]:
         """Return the next round, of no more levels than its rows need."""
         tensors, settings = self.tensors, self.tensors.settings
-        if self.executor.fixed:
+        if self.captures:
             return self._round(replace(settings, clock=self.clock), planned, planned)
         proposed = self.round.proposed(tensors.state) if self.abstain and planned != 0 else None
         bounds = [] if planned is None else [planned]
@@ -250,7 +251,7 @@ class Batch:
         """
         tensors, reads = self.tensors, self.reads
         # Without a mask a single row's only position would take `max_len` for the exact length.
-        inexact = self.executor.fixed or (self.overlap and (most == 0 or self.controller is not None))
+        inexact = self.captures or (self.overlap and (most == 0 or self.controller is not None))
         itself = tensors.itself if inexact else None
         eos: Any = settings.eos
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec.contracts import DraftState
-from specdec.engine.clock import Clock, SilentClock
+from specdec.engine.report import Clock, SilentClock
 from specdec.engine.round import Round, RoundSettings
 from specdec.engine.sequence import MOST_LIKELY, Masks, Sequence
 from specdec.model.cache import KVCache

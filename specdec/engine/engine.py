@@ -11,16 +11,13 @@ import torch
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
-from specdec.engine.clock import Clock
 from specdec.engine.compatibility import check_parts
 from specdec.engine.executor import Executor
 from specdec.engine.graphs import make_graphs, widths_up_to
 from specdec.engine.loop import Loop
 from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
-from specdec.engine.prefill import Reading
-from specdec.engine.prefixes import Prefixes
-from specdec.engine.report import Observer, Reads, RoundReport, reads_of
-from specdec.engine.result import Result
+from specdec.engine.prefill import Prefixes, Reading
+from specdec.engine.report import Clock, Observer, Reads, Result, RoundReport, reads_of
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row
 from specdec.model.language_model import LanguageModel
@@ -144,13 +141,14 @@ class Engine:
             sampling,
             (self.seed, self.added) if seed is None else seed,
             stop,
+            grammar,
             eos,
-            logprobs,
             vocab=config.vocab,
             context=self.room,
+            logprobs=logprobs,
             steps=steps,
             top_logprobs=top_logprobs,
-        ).obey(grammar)
+        )
         self.added += 1
         self.waiting.append(sequence)
         return sequence
@@ -241,7 +239,7 @@ class Engine:
         given |= {"stop": stop, "grammar": grammar}
         columns = [per_row(value, len(prompts), name) for name, value in given.items()]
         how: dict[str, Any] = {"eos": eos, "logprobs": logprobs, "vocab": config.vocab, "context": config.context}
-        rows = [make_sequence(*own, **how).obey(rule) for *own, rule in zip(prompts, *columns, strict=True)]
+        rows = [make_sequence(*own, **how) for own in zip(prompts, *columns, strict=True)]
         request = Request(
             batch=len(rows),
             prompt=max(len(row.prompt) for row in rows),

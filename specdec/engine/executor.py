@@ -1,4 +1,4 @@
-"""What plays the rounds of a batch: Python at once (`Eager`), or captured rounds that are replayed (docs/graphs.md)."""
+"""What captured rounds need (docs/graphs.md). Without an executor a batch runs the Python of every round."""
 
 from collections import abc
 from collections.abc import Callable, Iterator
@@ -15,9 +15,8 @@ STEP = 256  # slots: the smallest bucket, and what the room of caches is a multi
 
 
 class Executor(Protocol):
-    """Plays functions of static tensors."""
+    """Captures and replays functions of static tensors: what a round reads and writes must not move."""
 
-    fixed: bool  # the tensors that a round reads and writes must not move
     any_bound: bool  # a captured round serves all bounds and returns new tensors; else one bound and the same tensors
     late: bool  # a replay may still be running on the device when it returns
 
@@ -30,22 +29,6 @@ class Executor(Protocol):
         With `any_bound` the function takes any bound up to this one. preserved: all tensors that `run` changes and that
         outlive it; a capture leaves them as they are.
         """
-
-
-class Eager:
-    """Runs the Python of every round."""
-
-    fixed, any_bound, late = False, True, False
-
-    def forget(self) -> None:
-        """Do nothing: nothing is captured."""
-
-    def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
-        """Return `run` itself."""
-        return run
-
-
-EAGER = Eager()
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from torch import Tensor
 from specdec.contracts import Drafter
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
-from specdec.engine.clock import Clock
 from specdec.engine.compiled.backend import CompiledRounds, compiled_run
 from specdec.engine.compiled.build import compile_now
 from specdec.engine.executor import STEP, Executor, restored
+from specdec.engine.report import Clock
 from specdec.engine.round import Round
 from specdec.ops import backends
 
@@ -60,7 +60,7 @@ class CudaGraphs:
     Graphs never run at the same time, and what a round leaves in the pool is copied out before the next one starts.
     """
 
-    fixed, any_bound, late = True, False, True
+    any_bound, late = False, True
 
     def __init__(self, device: torch.device, compiles: bool = False):
         """compiles: let Inductor compile a round before it is captured."""

@@ -1,20 +1,23 @@
-"""The report of an engine step, from the device to its readers, and the fields that observers read."""
+"""The report of an engine step, from the device to its readers, the clock of its parts, and the result of a call."""
 
-from collections import abc
+import time
+from collections import abc, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
 from specdec.engine.adaptive import Draft
-from specdec.engine.backlog import Positions
 from specdec.engine.sequence import Sequence
 from specdec.structs import DraftTree, Sampling, SamplingBatch
 
 GREEDY = Sampling()
+MOST = 4096  # marks of a clock stored before they are summed
 
 
 class Reads(IntEnum):
@@ -42,6 +45,15 @@ class Emission:
     def present(self) -> dict[str, Any]:
         """Return the fields that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass
+class Positions:
+    """Committed positions of R rows, of one prefill or one plain round."""
+
+    feats: Tensor | None  # [R,K,F] of the target; None for a drafter without taps
+    tokens: Tensor  # [R,K] one further on
+    n: Tensor  # [R] how many of the K count
 
 
 @dataclass
@@ -124,3 +136,84 @@ class Observers(Observer):
     def __call__(self, report: RoundReport) -> None:
         for observer in self.observers:
             observer(report)
+
+
+class Clock:
+    """Time per part of a round, without synchronising: wall clock on the CPU, events on a GPU.
+
+    `position` counts marks from the beginning. Old marks can be added up (`fold`), so that a clock that runs on and on
+    does not grow.
+    """
+
+    def __init__(self, device: torch.device):
+        """Start the clock for work on this device."""
+        self.cuda = device.type == "cuda"
+        self.marks: list[tuple[str, Any]] = []  # times, or events of a GPU
+        self.folded: dict[str, float] = defaultdict(float)  # seconds by part of the marks that are gone
+        self.gone = 0  # how many those are
+        self.mark("")
+
+    @property
+    def position(self) -> int:
+        """Number of marks so far."""
+        return self.gone + len(self.marks)
+
+    def mark(self, part: str) -> None:
+        """Attribute the time since the last mark to `part`."""
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append((part, event))
+        else:
+            self.marks.append((part, time.perf_counter()))
+
+    def seconds(self, first: int = 0) -> dict[str, float]:
+        """Return the seconds of each part from mark `first` on. This waits for the device."""
+        total = defaultdict(float, self.folded if first < self.gone else {})
+        for part, seconds in self.intervals(first):
+            total[part] += seconds
+        return dict(total)
+
+    def intervals(self, first: int = 0) -> list[tuple[str, float]]:
+        """Return each mark's part and its seconds, in order, from mark `first` on. This waits for the device."""
+        if self.cuda:
+            self.marks[-1][1].synchronize()  # the others were recorded before it
+        return [
+            (part, before.elapsed_time(now) / 1e3 if self.cuda else now - before)
+            for (_, before), (part, now) in pairwise(self.marks[max(first - self.gone, 0) :])
+        ]
+
+    def fold(self) -> None:
+        """Replace the marks by their sums once there are many. Then this waits for the device."""
+        if len(self.marks) > MOST:
+            for part, seconds in self.intervals(self.gone):
+                self.folded[part] += seconds
+            self.gone += len(self.marks) - 1
+            del self.marks[:-1]
+
+
+class SilentClock:
+    """A clock without marks, for captured rounds: a replay does not run a mark."""
+
+    def mark(self, part: str) -> None:
+        """Do nothing."""
+
+
+@dataclass(repr=False)
+class Result:
+    """Sequences, with times in seconds."""
+
+    rows: list[Sequence]
+    seconds: float  # all of it
+    prefill_seconds: float  # until the first token
+    parts: dict[str, float]  # seconds in prefill, draft, verify, commit (or round, if replayed), host, output
+
+    @property
+    def decode_seconds(self) -> float:
+        """Seconds from the first token to the last, except for the observer, capturing and compiling."""
+        return self.seconds - self.prefill_seconds - sum(self.parts.get(part, 0.0) for part in ("output", "capture"))
+
+    def __repr__(self) -> str:
+        """Return counts: a row holds every token."""
+        tokens = sum(len(row.tokens) for row in self.rows)
+        return f"Result({len(self.rows)} rows, {tokens} tokens in {self.seconds:.2f} s)"

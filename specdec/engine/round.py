@@ -14,12 +14,10 @@ from torch import Tensor
 
 from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
-from specdec.engine.backlog import ABSORBED, Positions
-from specdec.engine.clock import Clock, SilentClock
 from specdec.engine.compatibility import checked
-from specdec.engine.controller import Controller
+from specdec.engine.controller import ABSORBED, Controller
 from specdec.engine.prefill import Reading
-from specdec.engine.report import Emission, RoundReport
+from specdec.engine.report import Clock, Emission, Positions, RoundReport, SilentClock
 from specdec.engine.sequence import Masks
 from specdec.model.cache import KVCache
 from specdec.model.language_model import LanguageModel

@@ -107,14 +107,6 @@ class Sequence:
             return "error"
         return "stop" if self.matcher.over else None
 
-    def obey(self, grammar: Grammar | None) -> "Sequence":
-        """Let the text match this grammar, before its first token. Raises ValueError if other tokens end it."""
-        if grammar is not None:
-            if grammar.ends != self.eos:
-                raise ValueError("a text that obeys a grammar ends by the target's own eos tokens: give no others")
-            self.matcher = grammar.start()
-        return self
-
 
 class Masks:
     """Masks the logits of rows whose text must match a grammar. A row that has ended has no matcher."""
@@ -142,11 +134,12 @@ def make_sequence(
     sampling: Sampling | None,
     seed: Seed | int,
     stop: Stop | None,
+    grammar: Grammar | None,
     eos: frozenset[int],
-    logprobs: bool,
     *,
     vocab: int,
     context: int,
+    logprobs: bool = False,
     steps: int | None = None,
     top_logprobs: int = 0,
 ) -> Sequence:
@@ -161,6 +154,8 @@ def make_sequence(
     if steps is not None and steps < 0:
         raise ValueError(f"steps must be at least 0, got {steps}")
     check_prompt(prompt, vocab, context)
+    if grammar is not None and grammar.ends != eos:
+        raise ValueError("a text that obeys a grammar ends by the target's own eos tokens: give no others")
     room = context - len(prompt)
     return Sequence(
         prompt,
@@ -173,6 +168,7 @@ def make_sequence(
         steps,
         logprobs=[] if logprobs or top_logprobs else None,
         top=min(top_logprobs, vocab),
+        matcher=None if grammar is None else grammar.start(),
     )
 
 

@@ -121,7 +121,7 @@ class Scheduler:
     def _check(self, job: Job) -> None:
         target = self.engine.target
         size = {"vocab": target.config.vocab, "context": self.room}
-        make_sequence(job.prompt, job.max_new_tokens, job.sampling, job.seed, None, frozenset(), False, **size)
+        make_sequence(job.prompt, job.max_new_tokens, job.sampling, job.seed, None, None, frozenset(), **size)
 
     # The engine's thread
 

@@ -43,7 +43,7 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
                 Controller, "defers", property(lambda self: False, lambda self, value: None), raising=False
             )
         else:
-            monkeypatch.setattr("specdec.engine.backlog.ABSORBED", whole)
+            monkeypatch.setattr("specdec.engine.controller.ABSORBED", whole)
         policy = Restless(3)
         engine = Engine(target, DRAFTERS[kind](target), DynamicTree(3, 3, 9), adaptive=policy)
         sequences, _ = come_and_go(engine, [job(i) for i in range(9)], rows=3)
@@ -57,7 +57,7 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
 @pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
 def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap, monkeypatch):
     """An idle server holds nothing."""
-    monkeypatch.setattr("specdec.engine.backlog.MOST_PARTS", 1)
+    monkeypatch.setattr("specdec.engine.controller.MOST_PARTS", 1)
     engine = Engine(target, DRAFTERS["eagle3"](target), Chain(2), adaptive=Fixed(0), overlap=overlap)
     engine.reserve(3, 16)
     controller, widest = engine.loop.batch.controller, 0

@@ -11,7 +11,7 @@ from test_graphs import SHORT, parts
 from test_overlap import SAMPLED
 
 from specdec.cli.commands import parse
-from specdec.engine.compiled import background, build
+from specdec.engine.compiled import build
 from specdec.engine.compiled.backend import compiled_run
 from specdec.engine.engine import Engine
 from specdec.ops import linear as cpu_linear
@@ -130,12 +130,12 @@ def test_a_graph_that_is_written_down_is_the_same_graph(drafter, sampling, tmp_p
     engine = Engine(*parts(drafter), graphs=Interpreted())
     engine.generate(**SHORT, sampling=sampling)
     for graph in engine.graphs.backend.made:
-        text = pickle.dumps(background.written(graph))
-        again = background.read(*pickle.loads(text))
+        text = pickle.dumps(build.written(graph))
+        again = build.read(*pickle.loads(text))
         assert build.key_of(again) == build.key_of(graph)
         assert not any(isinstance(x, torch.Tensor) for x in again.inputs)
         assert len(text) < 200_000
-    workshop = background.Workshop()
+    workshop = build.Workshop()
     order = workshop.order_of(graph, tmp_path)
     assert workshop.order_of(graph, tmp_path) is order is not workshop.order_of(graph, tmp_path / "other")
     workshop.forget()

@@ -5,8 +5,8 @@ import torch
 from helpers import DRAFTERS, tiny_target
 
 from specdec.engine.batch import Batch
-from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
+from specdec.engine.report import Clock
 from specdec.engine.sequence import Sequence
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, StaticTree

@@ -8,8 +8,8 @@ from helpers import DRAFTERS, tiny_drafter, tiny_target
 from tape import NoHostSync
 
 from specdec.engine.batch import Batch
-from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
+from specdec.engine.report import Clock
 from specdec.engine.sequence import Sequence
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree

@@ -7,10 +7,9 @@ import torch
 from helpers import DRAFTERS, save_hf, tiny_target
 
 from specdec.drafters import eagle3
-from specdec.engine.clock import SilentClock
 from specdec.engine.engine import Engine
 from specdec.engine.loop import Loop
-from specdec.engine.report import Emission, RoundReport
+from specdec.engine.report import Emission, RoundReport, SilentClock
 from specdec.engine.sequence import Sequence
 from specdec.model.hf_target import TransformersTarget
 from specdec.structs import Sampling

@@ -8,7 +8,7 @@ from tape import Tape
 
 from specdec.engine.adaptive import Fixed
 from specdec.engine.engine import Engine
-from specdec.engine.prefixes import LEAST, Prefixes
+from specdec.engine.prefill import LEAST, Prefixes
 from specdec.structs import Sampling
 from specdec.trees import Chain
 

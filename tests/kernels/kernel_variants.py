@@ -64,7 +64,7 @@ class Compiler:
 class Again:
     """A backend for rounds on static tensors that runs them instead of replaying them: the bound is that of a graph."""
 
-    fixed, any_bound, late = True, False, False
+    any_bound, late = False, False
 
     def forget(self) -> None:
         pass

@@ -11,9 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from specdec.engine.compiled import build
-from specdec.engine.compiled.background import Workshop
-from specdec.engine.compiled.graph import RoundGraph, make_graph
-from specdec.engine.compiled.record import Record, record
+from specdec.engine.compiled.build import Workshop
+from specdec.engine.compiled.graph import Record, RoundGraph, make_graph, record
 from specdec.engine.executor import restored
 from specdec.ops import native
 
@@ -27,7 +26,7 @@ class CompiledRounds:
     late. Raises ValueError if this machine cannot compile.
     """
 
-    fixed, any_bound, late = True, True, False
+    any_bound, late = True, False
 
     def __init__(self, in_background: bool = False):
         """in_background: compile in another process what is not cached yet, and run eager rounds meanwhile."""

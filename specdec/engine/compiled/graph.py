@@ -7,16 +7,73 @@ The graph takes the bound from the length of its first input, and so one graph s
 
 import math
 import operator
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-
-from specdec.engine.compiled.record import Call, Record
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
+
+
+@dataclass
+class Call:
+    """One operator that ran."""
+
+    op: torch._ops.OpOverload
+    args: tuple
+    kwargs: dict
+    out: Any
+
+    def written(self) -> list[Tensor]:
+        """Return the arguments that the operator writes to."""
+        given = dict(zip((a.name for a in self.op._schema.arguments), self.args, strict=False)) | self.kwargs
+        writes = [a.name for a in self.op._schema.arguments if a.alias_info and a.alias_info.is_write]
+        values = [given[name] for name in writes if name in given]
+        return [x for value in values for x in (value if isinstance(value, list) else [value]) if isinstance(x, Tensor)]
+
+
+@dataclass
+class Record:
+    """The operators of a run and its result. It holds all tensors, so that no two of them share an address."""
+
+    bound: int
+    calls: list[Call] = field(default_factory=list)
+    made: Any = None
+
+    def operators(self) -> list[torch._ops.OpOverload]:
+        """Return the operators of all calls, in order."""
+        return [call.op for call in self.calls]
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, calls: list[Call], instead: Mapping[str, Callable]):
+        super().__init__()
+        self.calls, self.instead = calls, instead
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if function := self.instead.get(str(op)):
+            with self:
+                out = function(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
+        out = op(*args, **(kwargs or {}))
+        self.calls.append(Call(op, args, kwargs or {}, out))
+        return out
+
+
+def record(run: Callable[[int], Any], bound: int, instead: Mapping[str, Callable] = MappingProxyType({})) -> Record:
+    """Run a round, and record its operators. All but tensors is as the host knew it now: numbers, shapes, settings.
+
+    instead: by the name of an operator, the function that is run and recorded in its place (`native.SEEN`).
+    """
+    noted = Record(bound)
+    with _Recorder(noted.calls, instead):
+        noted.made = run(bound)
+    return noted
 
 
 @dataclass
@@ -205,8 +262,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         for part in value:
             yield from tensors_in(part)
     elif is_dataclass(value):
-        for field in fields(value):
-            yield from tensors_in(vars(value).get(field.name))
+        for f in fields(value):
+            yield from tensors_in(vars(value).get(f.name))
 
 
 def filler(value: Any, places: dict[int, int]) -> Callable[[list[Tensor]], Any]:
@@ -217,7 +274,7 @@ def filler(value: Any, places: dict[int, int]) -> Callable[[list[Tensor]], Any]:
     """
     if isinstance(value, Tensor) and id(value) in places:
         return operator.itemgetter(places[id(value)])
-    held = {field.name: vars(value)[field.name] for field in fields(value)} if is_dataclass(value) else {}
+    held = {f.name: vars(value)[f.name] for f in fields(value)} if is_dataclass(value) else {}
     changing = {name: part for name, part in held.items() if any(id(x) in places for x in tensors_in(part))}
     if not changing:
         return lambda tensors: value

@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from specdec import ops
 from specdec.contracts import Drafter, TreePolicy
-from specdec.engine.clock import Clock
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
-from specdec.engine.report import Observer, Reads, RoundReport
+from specdec.engine.report import Clock, Observer, Reads, RoundReport
 from specdec.lab.bench.memory import read_bytes, size_of, wait
 from specdec.lab.bench.random_weights import SimulatedTau
 from specdec.structs import Sampling, Verifier

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from specdec.engine.clock import Clock
+from specdec.engine.report import Clock
 from specdec.ops.linear import bytes_read
 
 WARM_UPS, TRIALS = 3, 5

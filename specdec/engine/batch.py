@@ -1,9 +1,9 @@
 """The rows that rounds compute. Sequences join a batch, and rows whose sequence has ended are dropped from it.
 
-Compacting a batch moves the contents of its last rows to the places of those that have ended (`Survivors`). That costs
-a part of a round. Whether it pays depends on when the other rows end, which is unknown. The rule is therefore the
-online one of Dooly, Goldman and Scott ("TCP dynamic acknowledgment delay", STOC 1998): carry ended rows until that has
-cost as much as compacting would. It costs at most about twice as much as the best choice in hindsight.
+Compacting a batch moves its last rows to the places of those that have ended (`Survivors`), which costs a part of a
+round. When the other rows end is unknown. So the rule is the online one of Dooly, Goldman and Scott ("TCP dynamic
+acknowledgment delay", STOC 1998): carry ended rows until that has cost as much as compacting would. It costs at most
+about twice as much as the best choice in hindsight.
 
 The rule counts rounds and not seconds, so a run can be repeated. It takes a row's end into account one round late, as
 a loop must that reads rounds late (`loop.Loop`). So both loops drop the same rows before the same rounds.
@@ -182,9 +182,8 @@ class Batch:
     def launch(self, max_len: int, ended: abc.Collection[Sequence]) -> RoundReport:
         """Start the next round.
 
-        Args:
-            max_len: At least the committed length of every sequence that still decodes.
-            ended: The ended sequences that the decision to drop rows may use.
+        max_len: at least the committed length of every sequence that still decodes.
+        ended: the ended sequences that the decision to drop rows may use.
         """
         self.tensors.bound(max_len)
         if ended:

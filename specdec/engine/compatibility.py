@@ -22,11 +22,7 @@ def check_parts(target: object, drafter: object, policy: object, verifier: objec
 
 
 def checked(target: LanguageModel, drafter: Drafter, policy: TreePolicy, verifier: Verifier) -> TreePolicy:
-    """Return the policy, over the drafter's block if it takes marginals.
-
-    Raises:
-        ValueError: The parts do not fit together.
-    """
+    """Return the policy, over the drafter's block if it takes marginals. Raises ValueError if parts do not fit."""
     children = f"this tree's nodes have up to {policy.topk} children: take topk 1"
     for what, part in (("target", target), ("draft model", drafter)):
         if part.chains_only and policy.topk > 1:

@@ -44,7 +44,7 @@ def restored(preserved: abc.Sequence[Tensor]) -> Iterator[None]:
 
 @dataclass
 class Graph:
-    """A captured round. It knows the addresses of what it reads, so these tensors must live as long as it does."""
+    """A captured round. It has the addresses of what it reads, so these tensors must live as long as it does."""
 
     replay: Callable[[int], RoundReport]
     bindings: list  # what it reads other than the tensors of the batch and parameters
@@ -53,12 +53,10 @@ class Graph:
 
 def buckets(room: int) -> list[int]:
     """Return the bounds of the committed length that rounds are captured for: STEP, doubled repeatedly, and `room`."""
-    sizes = []
-    size = STEP
-    while size < room:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, room]
+    sizes = [STEP]
+    while sizes[-1] < room:
+        sizes.append(2 * sizes[-1])
+    return [*sizes[:-1], room]
 
 
 def bindings_of(round_: Round) -> list:
@@ -74,13 +72,13 @@ def bindings_of(round_: Round) -> list:
 
 def copied(report: RoundReport) -> RoundReport:
     """Return the record of a replayed round with copies of what is read later: the next replay overwrites it."""
-    later = {name: vars(report)[name] for name in ("tree", "verdict", "logits", "parents", "path", "deferred")}
-    return replace(report, **{name: copy_of(value) for name, value in later.items() if value is not None})
+    later = ("tree", "verdict", "logits", "parents", "path", "deferred")
+    return replace(report, **{name: copy_of(x) for name in later if (x := vars(report)[name]) is not None})
 
 
 def copy_of(value: Any) -> Any:
     """Return a tensor, or a dataclass of tensors, with copies of the tensors."""
     if isinstance(value, Tensor):
         return value.clone()
-    parts = {f.name: vars(value)[f.name] for f in fields(value)}
-    return replace(value, **{name: x.clone() for name, x in parts.items() if isinstance(x, Tensor)})
+    parts = {f.name: x.clone() for f in fields(value) if isinstance(x := vars(value)[f.name], Tensor)}
+    return replace(value, **parts)

@@ -32,8 +32,7 @@ WARM_UPS = 2  # runs before a capture: kernels are compiled, libraries find thei
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """Return the stream of all captures on a device, and of the runs that warm up for them.
 
-    Only one captures at a time. No other stream can use the memory that these runs leave in torch's allocator, so one
-    stream per engine would waste it. Torch's own default is one stream for the process, whatever the device.
+    Only one captures at a time. No other stream can use the memory that these runs leave in torch's allocator.
     """
     return torch.cuda.Stream(device)
 
@@ -42,10 +41,9 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 def own_workspaces() -> Iterator[None]:
     """Let cuBLAS take the workspaces of a capture from the pool of the graph.
 
-    Torch caches a workspace for each handle and stream. A graph has its address, but does not own it. A workspace that
-    a warm-up has made would serve all graphs captured on the stream. Torch 2.13 frees it as soon as one of them is
-    gone, while the others write to it (pytorch issue 193402). So a capture begins without one, as in torch's own
-    `cudagraph_trees`, and frees its own workspace, so that no other capture finds it in the pool.
+    A workspace that a warm-up has made would serve all graphs captured on the stream. Torch 2.13 frees it as soon as
+    one of them is gone, while the others write to it (pytorch issue 193402). So a capture begins without one, and frees
+    its own, as in torch's own `cudagraph_trees`.
     """
     torch._C._cuda_clearCublasWorkspaces()
     try:
@@ -69,8 +67,7 @@ class CudaGraphs:
         self.forget()
 
     def forget(self) -> None:
-        """Start a new memory pool: see `Executor`."""
-        # A pool whose last graph was freed cannot be captured into again.
+        """Start a new memory pool: one whose last graph was freed cannot be captured into again."""
         self.pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> Callable[[int], Any]:
@@ -131,17 +128,14 @@ def widths_up_to(rows: int) -> list[int]:
 def make_graphs(
     wanted: "bool | Executor | None", round_: Round, compiles: bool | str = False, adaptive: Policy | None = None
 ) -> "Graphs | None":
-    """Return the graphs of an engine, or None for eager rounds.
+    """Return the graphs of an engine, or None for eager rounds; the other arguments are those of `Engine`.
 
-    Args:
-        wanted: False for eager rounds; None for graphs on a GPU if target and drafter can be captured; True, or an
-            executor, for graphs or a ValueError with the reason.
-        round_: The round that is captured.
-        compiles: Compile rounds, with "aside" in another process, or raise a ValueError with the reason.
-        adaptive: Policy that chooses the trees of rounds.
+    wanted: None for graphs on a GPU if target and drafter can be captured; True, or an executor, for graphs.
+
+    Raises ValueError, with the reason, if rounds cannot be captured or compiled as wanted.
     """
     device, cuts = round_.target.device, adaptive is not None and adaptive.cuts
-    if adaptive is not None and adaptive.cuts and (compiles or wanted):
+    if adaptive is not None and cuts and (compiles or wanted):
         raise ValueError(
             f"the policy {adaptive.name!r} leaves out nodes of trees that the host has seen, and recorded or compiled "
             "rounds show none: decode without graphs and compiling, or by table or ema"
@@ -178,8 +172,7 @@ def compiling_backend(wanted: "bool | Executor | None", round_: Round, backgroun
 class Graphs:
     """The batch of an engine whose rounds are captured. It outlives a call.
 
-    The batch is made again for another number of rows, for longer texts than there was room for, and after weights
-    have changed.
+    It is made again for other numbers of rows, for texts that are too long for it, and after weights have changed.
     """
 
     def __init__(self, round_: Round, backend: Executor):
@@ -193,10 +186,9 @@ class Graphs:
 
         widths: numbers of rows that rounds are captured for, ascending.
         """
-        preserved = self.batch
-        if preserved is not None:
-            if preserved.widths == widths and preserved.room >= room and self.signature == self._signature():
-                return preserved.room
+        if (old := self.batch) is not None:
+            if old.widths == widths and old.room >= room and self.signature == self._signature():
+                return old.room
             self.batch = None
             self.backend.forget()
         step = STEP if not self.backend.any_bound else next(size for size in ROOMS if size >= room)

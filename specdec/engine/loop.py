@@ -18,7 +18,7 @@ class Reader:
     """Copies what rounds emit to the host: two sets of buffers in turn, pinned if the tensors are on a GPU."""
 
     def __init__(self, device: torch.device):
-        """Make two buffers for results of this device, which are used in turn."""
+        """Begin with empty buffers for results of this device."""
         self.cuda = device.type == "cuda"
         self.buffers: list[list[Tensor]] = [[], []]
         self.events = [torch.cuda.Event(), torch.cuda.Event()] if self.cuda else []
@@ -58,7 +58,7 @@ class Loop:
 
     @property
     def lag(self) -> int:
-        """Rounds that may be started before the oldest is read: 0 while a text obeys a grammar."""
+        """Rounds that may be started before the oldest is read."""
         return 0 if self.most and any(s.matcher is not None for s in self.batch.sequences) else self.most
 
     def admit(self, sequences: list[Sequence]) -> None:

@@ -17,9 +17,7 @@ from specdec.ops.attention import shares_key_heads
 
 GIB = 2**30
 NOISE = 12  # bytes
-# Bytes per logit that filters, draws and the rules of verification hold at most. A top-p filter holds the most at a
-# time, some ten tensors of four or eight bytes (`sampling.filters.filtered_probs`).
-VERIFY = 56
+VERIFY = 56  # bytes per logit that filters, draws and rules hold at most; a top-p filter has some ten tensors at a time
 PENALTIES = 32  # the same for `penalties.Penalties`
 # Bytes per score of torch's attention without a fused kernel: the scores in fp32, their softmax, that once more with
 # rows that see nothing set to 0, and a mask of those (`_scaled_dot_product_attention_math` and `_safe_softmax`).
@@ -131,8 +129,7 @@ def _prompt_attention(target, drafter: Drafter | None, batch: int, prompt: int) 
 def _scores(target, batch: int, prompt: int, window: int | None) -> int:
     """Return the memory of a layer's attention (`attention.attend_causal`).
 
-    That is keys and values, repeated for every query head. Where torch has no fused kernel, it is also scores, a mask,
-    and rows in fp32 with those keys and values.
+    That is keys and values for every query head; without a fused kernel also scores, a mask, and rows in fp32.
     """
     masked = window is not None and window < prompt
     queries, keys = (window, min(prompt, 2 * window)) if masked and window is not None else (prompt, prompt)
@@ -182,23 +179,15 @@ def _layers(target, drafter: Drafter | None, positions: int) -> int:
     states = width * 4 * taps * config.hidden
     # A draft layer is taken to be no wider than a layer of the target; its attention reads two rows at once.
     draft = layer + width * 4 * config.hidden if taps else layer * (drafter is not None)
-    return positions * (max(layer, draft) + states) + _experts(drafter)
-
-
-def _experts(drafter: Drafter | None) -> int:
-    """Return the bytes of the copies of the chosen experts that few tokens read, together at most all of them."""
-    return 0 if drafter is None else sum(p.nbytes for p in drafter.parameters() if p.ndim == 3)
+    # Few tokens read copies of the chosen experts, together at most all of them.
+    experts = 0 if drafter is None else sum(p.nbytes for p in drafter.parameters() if p.ndim == 3)
+    return positions * (max(layer, draft) + states) + experts
 
 
 def weight_bytes(*models: Any) -> int:
     """Return the bytes of all parameters and buffers of the models that are given; shared memory counts once."""
-    storages = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for part in models
-        if part is not None
-        for x in (*part.parameters(), *part.buffers())
-    }
-    return sum(storages.values())
+    tensors = [x for part in models if part is not None for x in (*part.parameters(), *part.buffers())]
+    return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
 def is_limited(device: torch.device) -> bool:

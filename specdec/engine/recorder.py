@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec import __version__
 from specdec.contracts import Drafter
-from specdec.engine.report import Observer, Reads, RoundReport
+from specdec.engine.report import Observer, RoundReport
 from specdec.engine.sequence import Sequence
 from specdec.engine.traces import RowTrace
 from specdec.machine import matmul_precision
@@ -94,7 +94,7 @@ class TracedRow:
 
     @cached_property
     def drafted(self) -> list[int]:
-        """Return the number of drafted tokens of each round."""
+        """Number of drafted tokens of each round."""
         return [r.drafted for r in self.rounds]
 
     @cached_property
@@ -114,16 +114,10 @@ class Trace:
 
 
 class Recorder(Observer):
-    """An observer that records a trace of one or more calls. Its time counts as output, not as decoding.
-
-    Args:
-        settings: A description of the run, in JSON values.
-    """
-
-    reads = Reads.LOGITS
+    """An observer that records a trace of one or more calls. Its time counts as output, not as decoding."""
 
     def __init__(self, settings: dict | None = None):
-        """Begin an empty trace. settings: stored with it. Raises TypeError if they do not fit into JSON."""
+        """Begin an empty trace. settings: describe the run, in JSON values; raises TypeError for others."""
         settings = json.loads(json.dumps(settings or {}))  # what JSON does not have fails now, and not after the run
         self.trace = Trace(settings, versions(), [])
         self._names: list[tuple[str, str | None]] | None = None
@@ -136,10 +130,7 @@ class Recorder(Observer):
 
     def __call__(self, report: RoundReport) -> None:
         """Add a step to the trace."""
-        if report.prefill:
-            self._begin(report)
-        else:
-            self._add(report)
+        (self._begin if report.prefill else self._add)(report)
         for row in report.rows:
             if row in self._rows:
                 self._rows[row].finish = row.finish

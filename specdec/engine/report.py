@@ -69,9 +69,9 @@ class Plan:
 class RoundReport:
     """The record of a step: of a prefill, or of a round. Row i of everything in it is the sequence `rows[i]`.
 
-    A round makes the record with tensors on the device. The loop adds what the rows emitted when it has read it.
-    Tensors belong to the engine again when the observer returns. tree, verdict and logits are None for a prefill, for
-    plain decoding, where the drafter had nothing to propose for any row, and for an observer that does not read them.
+    A round makes it with tensors on the device. The loop adds what the rows emitted. Tensors belong to the engine again
+    when the observer returns. tree, verdict and logits are None for a prefill, for plain decoding, where the drafter
+    had nothing to propose for any row, and for an observer that does not read them.
     """
 
     # Of the step

@@ -125,15 +125,9 @@ def _row_line(row: TracedRow) -> dict:
 
 
 def _round_line(row: int, r: TracedRound) -> dict:
-    experts = {} if r.experts is None else {"experts": r.experts}
-    return experts | {
-        "row": row,
-        "nodes": 0 if r.tree is None else len(r.tree.tokens),
-        "context": r.context,
-        "path": r.path,
-        "emitted": r.emitted,
-        "seconds": r.seconds,
-    }
+    line = {} if r.experts is None else {"experts": r.experts}
+    line |= {"row": row, "nodes": 0 if r.tree is None else len(r.tree.tokens)}
+    return line | {name: vars(r)[name] for name in ("context", "path", "emitted", "seconds")}
 
 
 def _write_lines(file: Path, lines: list[dict]) -> None:

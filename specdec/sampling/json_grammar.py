@@ -63,15 +63,9 @@ class Grammars:
     """The grammars of one target. Creating this takes a second, and a grammar some milliseconds."""
 
     def __init__(self, tokenizer, vocab: int, ends: frozenset[int]):
-        """Prepare for a tokenizer.
+        """Prepare for a fast tokenizer of transformers. vocab: V, of the logits. ends: the tokens that end a text.
 
-        Args:
-            tokenizer: A fast tokenizer of transformers.
-            vocab: V, of the logits.
-            ends: The tokens that end a text.
-
-        Raises:
-            ValueError: llguidance is not installed or rejects the tokenizer, or no token ends a text.
+        Raises ValueError if llguidance is not installed or rejects the tokenizer, or if no token ends a text.
         """
         if find_spec("llguidance") is None:
             raise ValueError("a grammar needs llguidance, which is not installed: pip install 'specdec[structured]'")
@@ -102,9 +96,8 @@ class Grammars:
         for keyword in _keywords(schema):
             if keyword not in KNOWN:
                 raise ValueError(f"the JSON schema has the keyword {shown(keyword)}, which is not known here")
-        return self._grammar(
-            "JSON schema", LLMatcher.grammar_from_json_schema, text, {"whitespace_pattern": WHITESPACE}
-        )
+        how = {"whitespace_pattern": WHITESPACE}
+        return self._grammar("JSON schema", LLMatcher.grammar_from_json_schema, text, how)
 
     def regex(self, pattern: str) -> "TextGrammar":
         """Return the grammar of texts that match the pattern from beginning to end; ValueError as for `json`."""

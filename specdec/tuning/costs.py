@@ -96,19 +96,17 @@ def _draft(kind: Kind, context) -> list:
     return [0, 1, deeper, kind.expanded, deeper * context, kind.dynamic * kind.nodes, kind.cut]
 
 
-class _RowsFit:
-    """The functions of one number of rows."""
+def _fits(points: Sequence[Point]) -> tuple[_Fit, _Fit]:
+    """Return the functions of one number of rows, for both parts of a round."""
+    knots = sorted({p.kind.nodes for p in points})
+    hats, slopes = np.eye(len(knots)), len({p.context for p in points}) > 1
 
-    def __init__(self, points: Sequence[Point]):
-        knots = sorted({p.kind.nodes for p in points})
-        hats, slopes = np.eye(len(knots)), len({p.context for p in points}) > 1
+    def verify(kind: Kind, context) -> list:
+        own = [float(np.interp(kind.nodes, knots, hat)) for hat in hats]
+        return [*own, context, context * kind.nodes] if slopes else own
 
-        def verify(kind: Kind, context) -> list:
-            own = [float(np.interp(kind.nodes, knots, hat)) for hat in hats]
-            return [*own, context, context * kind.nodes] if slopes else own
-
-        self.draft = _Fit(_draft, [(p.kind, p.context, p.draft) for p in points])
-        self.verify = _Fit(verify, [(p.kind, p.context, p.verify) for p in points])
+    draft = _Fit(_draft, [(p.kind, p.context, p.draft) for p in points])
+    return draft, _Fit(verify, [(p.kind, p.context, p.verify) for p in points])
 
 
 class Costs:
@@ -120,14 +118,13 @@ class Costs:
         self.rows = sorted({p.rows for p in self.points})
         self.choices = sorted({p.kind.levels for p in self.points})  # numbers of levels that were measured
         self.context = float(np.median([p.context for p in self.points]))
-        self._fits = [_RowsFit([p for p in self.points if p.rows == rows]) for rows in self.rows]
+        self._fits = [_fits([p for p in self.points if p.rows == rows]) for rows in self.rows]
 
     def parts(self, kind: Kind, rows: float = 1, context=None) -> tuple[Any, ...]:
         """Return the seconds of the draft and of the target's forward. context: by default the measured one."""
         context = self.context if context is None else np.asarray(context, dtype=float)
         shares = self._shares(rows)
-        return tuple(sum(share * getattr(fit, part)(kind, context) for fit, share in shares)
-                     for part in ("draft", "verify"))  # fmt: skip
+        return tuple(sum(share * fits[part](kind, context) for fits, share in shares) for part in (0, 1))
 
     def seconds(self, kind: Kind, rows: float = 1, context=None) -> Any:
         """Return the seconds of a round. Arguments as for `parts`."""
@@ -137,7 +134,7 @@ class Costs:
         """Return |predicted - measured| / measured of every measured round: how well the functions fit."""
         return [abs(float(self.seconds(p.kind, p.rows, p.context)) / p.seconds - 1) for p in self.points]
 
-    def _shares(self, rows: float) -> list[tuple[_RowsFit, float]]:
+    def _shares(self, rows: float) -> list[tuple[tuple[_Fit, _Fit], float]]:
         """Return the fits of the neighbouring numbers of rows, and the weight of each."""
         if self.padded:
             rows = next((known for known in self.rows if known >= rows), self.rows[-1])
@@ -188,12 +185,9 @@ def cached(who: Mapping) -> CachedJson:
 
 
 def cached_costs(who: Mapping, measure: Callable[[], tuple[Costs, bool]], anew: bool = False) -> Costs:
-    """Return cached costs, else measured ones, which are cached if `measure` says so.
+    """Return the costs that are cached under the identity `who`, else measured ones.
 
-    Args:
-        who: Identity of the measurement, under which costs are cached.
-        measure: Returns costs, and whether to cache them.
-        anew: Measure even if costs are cached.
+    measure: returns costs, and whether to cache them. anew: measure even if costs are cached.
     """
     place = cached(who)
 

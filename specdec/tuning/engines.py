@@ -35,16 +35,11 @@ WIDTHS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # nodes that cut trees are tim
 
 
 def make_policy(name: str, costs: Callable[[], Costs], kinds: Sequence[Kind], prior: Sequence[float]) -> Policy:
-    """Return the policy of a name.
+    """Return the policy `fixed`, `ema`, `table`, `table:1=5,8=3,32=0`, `survival`, or `survival:told` (an estimator).
 
-    Args:
-        name: `fixed`, `ema`, `table`, `table:1=5,8=3,32=0`, `survival`, or `survival:told` with an estimator's name.
-        costs: Called only if the policy depends on costs.
-        kinds: Of the rounds that draft 0, 1, ... D levels.
-        prior: For each level, how often it is accepted if the previous one was.
+    costs: called only if the policy depends on costs. kinds, prior: as for `Bandit`.
 
-    Raises:
-        ValueError: There is no such policy.
+    Raises ValueError if there is no such policy.
     """
     kind, detail = parts_of(name)
     levels = len(kinds) - 1
@@ -150,21 +145,13 @@ def adaptive_engine(
     recalibrate: bool = False,
     **how,
 ) -> Engine:
-    """Return an engine whose rounds follow the policy of this name.
+    """Return an engine whose rounds follow the policy of this name (`make_policy`), with `tree` as the largest tree.
 
     The rounds that the engine plays later are timed with the engine itself. If sequences come and go, they are
-    compiled first.
+    compiled first. The other arguments are those of `Engine`.
 
-    Args:
-        name: As for `make_policy`.
-        workload: The sequences that the engine is prepared for.
-        target: As for `Engine`.
-        drafter: As for `Engine`.
-        tree: The largest tree.
-        *given: As for `Engine`.
-        temperature: Of the acceptance that the policy starts from.
-        recalibrate: Measure costs even if they are cached.
-        **how: As for `Engine`.
+    temperature: of the acceptance that the policy starts from.
+    recalibrate: measure costs even if they are cached.
     """
     kind, _ = parts_of(name)
     tree = over_block(drafter, tree)  # as the engine does: a tree has no levels beyond the block

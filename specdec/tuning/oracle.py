@@ -84,11 +84,8 @@ def clairvoyant(
 
     It knows the texts, so no way to choose among these trees by round is faster. Found text by text from its end.
 
-    Args:
-        costs: Seconds of rounds.
-        accepted: For each tree, drafted tokens that are accepted and levels that are drafted, at all roots.
-        roots: Number of roots of each text.
-        prompts: Length of each prompt in tokens.
+    accepted: for each tree, drafted tokens that are accepted and levels that are drafted, at all roots.
+    roots: number of roots of each text. prompts: lengths in tokens.
     """
     seconds, start = 0.0, 0
     for count, prompt in zip(roots, prompts, strict=True):

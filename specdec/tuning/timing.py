@@ -39,16 +39,10 @@ def time_rounds(
 ) -> list[list[Seconds]]:
     """Return the seconds of `rounds` rounds of `rows` rows for each turn, or of as many as a row has room for.
 
-    Args:
-        engine: An engine with room for these rows.
-        rows: Number of rows.
-        rounds: Rounds to time in a turn.
-        turns: Called before the rounds of each turn, for example to choose another number of levels.
-        context: Tokens before the first round, or fewer if the room is too small.
-        sampling: Settings of the rows; None for greedy decoding.
+    turns: called before the rounds of each turn, for example to choose another number of levels.
+    context: tokens before the first round, or fewer if the room is too small.
 
-    Raises:
-        ValueError: A row has no room for a single timed round.
+    Raises ValueError if a row has no room for a single timed round.
     """
     path, clock, found = engine.round.path, engine.loop.batch.clock, []
     count = min(SETTLE + rounds, (engine.room - 3) // path)

@@ -5,14 +5,13 @@ import time
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from specdec.engine.compiled import build
 from specdec.engine.compiled.build import Workshop
-from specdec.engine.compiled.graph import Record, RoundGraph, make_graph, record
+from specdec.engine.compiled.graph import Record, RoundGraph, filler, make_graph, record
 from specdec.engine.executor import restored
 from specdec.ops import native
 
@@ -42,19 +41,12 @@ class CompiledRounds:
         """Return the compiled round, or one that stays eager until it is compiled: see `Executor`."""
         # Half the bound shows most. But of a window between the two only the longer one has a mask.
         bounds = [bound, max(bound // 2, 1), max(bound - 1, 1)]
-        if self.workshop is None:
+        if (workshop := self.workshop) is None:
             return compiled_run(run, preserved, bounds, self.compile)
         graph = recorded_graph(run, preserved, bounds)
         library = build.library_path(graph)
         if compiled := build.load_if_present(library):
             return replay_of(graph, compiled)
-        return self._meanwhile(self.workshop, run, graph, library)
-
-    @staticmethod
-    def _meanwhile(
-        workshop: Workshop, run: Callable[[int], Any], graph: RoundGraph, library: Path
-    ) -> Callable[[int], Any]:
-        """Return a round that is eager until it has been compiled."""
         order, replay = workshop.order_of(graph, library), None
 
         def play(bound: int) -> Any:
@@ -90,13 +82,9 @@ def compiled_run(
     bounds: list[int],
     compile: Callable[[RoundGraph], build.Compiled],
 ) -> Callable[[int], Any]:
-    """Return `run`, compiled.
+    """Return `run`, compiled. preserved: as for `Executor.capture`.
 
-    Args:
-        run: The function to compile.
-        preserved: Tensors that recording must leave unchanged, as for `Executor.capture`.
-        bounds: The largest bound, or the only one, then further bounds. These show how the graph depends on the bound.
-        compile: Compiles a graph.
+    bounds: the largest bound, or the only one, then further bounds. These show how the graph depends on the bound.
     """
     graph = recorded_graph(run, preserved, bounds)
     return replay_of(graph, compile(graph))
@@ -110,22 +98,17 @@ def recorded_graph(run: Callable[[int], Any], preserved: abc.Sequence[Tensor], b
             return record(run, bound, native.SEEN)
 
     undone(bounds[0])  # tensors that are made once and then cached are made now
-    one, *others = bounds
-    return graph_of(undone(one), map(undone, others))
-
-
-def graph_of(one: Record, others: abc.Iterable[Record]) -> RoundGraph:
-    """Return the graph of a record and the first of the others that has the same operators."""
-    other = None
-    for other in others:
-        if other.operators() == one.operators():
+    one, other = undone(bounds[0]), None
+    for bound in bounds[1:]:  # until the operators are the same
+        if (other := undone(bound)).operators() == one.operators():
             break
     return make_graph(one, other)
 
 
 def replay_of(graph: RoundGraph, compiled: build.Compiled) -> Callable[[int], Any]:
     """Return the round as a function of the bound."""
-    (ruler, *inputs), returned = graph.inputs, graph.returner()
+    ruler, *inputs = graph.inputs
+    returned = filler(graph.made, {id(old): i for i, old in enumerate(graph.new)})
 
     def replay(bound: int) -> Any:
         return returned(compiled([ruler[: max(bound, LEAST)], *inputs]))

@@ -85,16 +85,11 @@ class RoundGraph:
     new: list[Tensor]  # what was made in the record and returned, one for each output
     made: Any  # all that the record returned
 
-    def returner(self) -> Callable[[list[Tensor]], Any]:
-        """Return the function from the graph's outputs to what the record returned, with the outputs in place."""
-        return filler(self.made, {id(old): i for i, old in enumerate(self.new)})
-
 
 def make_graph(one: Record, other: Record | None = None) -> RoundGraph:
     """Return the graph of a round that was recorded with two bounds or, for one bound only, once.
 
-    Raises:
-        ValueError: The operators of the round depend on the bound in any other way.
+    Raises ValueError if its operators depend on the bound in any other way.
     """
     other = other or one
     if one.operators() != other.operators():

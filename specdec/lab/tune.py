@@ -37,8 +37,7 @@ from specdec.trees import Tree
 from specdec.trees.record import answers_to, record
 from specdec.trees.spec import parse_tree
 from specdec.tuning.costs import Costs
-from specdec.tuning.grid import grid_costs, useful_trees
-from specdec.tuning.oracle import Prediction, clairvoyant, predict
+from specdec.tuning.grid import Prediction, clairvoyant, grid_costs, predict, useful_trees
 from specdec.tuning.timing import Progress, in_turns, silent
 
 SHOWN = 10

@@ -1,7 +1,9 @@
 """Adaptive policies by name, the costs that they start from, and the engines that follow them."""
 
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +24,52 @@ from specdec.trees import Chain
 from specdec.trees.optimal import most_nodes, optimal_paths
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point, cached_costs, identity, measure
 from specdec.tuning.estimators import make_estimator
-from specdec.tuning.policy import Bandit
+from specdec.tuning.policy import Bandit, Rates
 from specdec.tuning.survival import Survival
-from specdec.tuning.table import Table
 from specdec.tuning.timing import CONTEXT, median, room_for, time_rounds
+
+
+class Table(Policy):
+    """Draft length by the number of rows, as vLLM's `num_speculative_tokens_per_batch_size`."""
+
+    name = "table"
+
+    def __init__(self, levels: Mapping[int, int]):
+        """levels: from this number of rows on, this many. The smallest number also applies to fewer rows."""
+        self.starts = sorted(levels)
+        self.depths = [levels[start] for start in self.starts]
+
+    @classmethod
+    def parse(cls, text: str, deepest: int) -> "Table":
+        """Return the table of a text such as 1=5,8=3,32=0.
+
+        Raises ValueError for anything else, and for more levels than the tree has.
+        """
+        if not re.fullmatch(r"\d+=\d+(,\d+=\d+)*", text):
+            raise ValueError(f"a table of draft lengths is written ROWS=LEVELS,..., such as 1=5,8=3,32=0, not {text!r}")
+        levels = {int(rows): int(depth) for rows, depth in (part.split("=") for part in text.split(","))}
+        if max(levels.values()) > deepest:
+            raise ValueError(f"the table asks for {max(levels.values())} levels, and the tree has {deepest}")
+        return cls(levels)
+
+    @classmethod
+    def measured(cls, costs: Costs, kinds: Sequence[Kind], prior: Sequence[float]) -> "Table":
+        """Return the table of the fastest levels by measured costs. kinds, prior: as for `Bandit`."""
+        tokens = Rates(prior).tokens()
+
+        def best(rows: int) -> int:
+            return max(costs.choices, key=lambda depth: tokens[depth] / costs.seconds(kinds[depth], rows))
+
+        return cls({rows: best(rows) for rows in costs.rows})
+
+    @override
+    def plan(self, rows: int) -> int:
+        return self.depths[max(bisect_right(self.starts, rows) - 1, 0)]
+
+    def __str__(self) -> str:
+        """Return the text that `parse` reads."""
+        return ",".join(f"{rows}={depth}" for rows, depth in zip(self.starts, self.depths, strict=True))
+
 
 NAMES = (Fixed.name, Table.name, Bandit.name, Survival.name)
 CHAIN, POLICY = Chain(3), Bandit.name  # the default on a CPU where no tree can be chosen: more nodes cost time there

@@ -13,11 +13,10 @@ from specdec.engine.engine import Engine
 from specdec.trees import Chain, DynamicTree
 from specdec.tuning import timing
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
-from specdec.tuning.engines import Workload, adaptive_engine, make_policy
+from specdec.tuning.engines import Table, Workload, adaptive_engine, make_policy
 from specdec.tuning.estimators import Calibrated, DraftProbability
 from specdec.tuning.policy import BEGIN, BLOCK, SHARE, Bandit
 from specdec.tuning.survival import FIRST, Survival
-from specdec.tuning.table import Table
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,8 @@ from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
 from specdec.tuning import engines
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
-from specdec.tuning.engines import Workload, adaptive_engine, prepare
+from specdec.tuning.engines import Table, Workload, adaptive_engine, prepare
 from specdec.tuning.policy import Bandit
-from specdec.tuning.table import Table
 
 
 class Watched(Tape):

@@ -16,8 +16,7 @@ from specdec.lab.tune import MeasuredRate, finalists, measure_rates, predict_all
 from specdec.trees import Chain, DynamicTree, StaticTree, Tree
 from specdec.trees.record import answers_to, record
 from specdec.tuning.costs import PLAIN, Kind
-from specdec.tuning.grid import useful_trees
-from specdec.tuning.oracle import Prediction, clairvoyant, predict
+from specdec.tuning.grid import Prediction, clairvoyant, predict, useful_trees
 
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]
 CHAIN, TREE = Chain(2), DynamicTree(2, 2, 5)

@@ -1,18 +1,21 @@
-"""A drafter that has nothing to propose, or less than the tree has room for: rounds shrink to what there is."""
+"""A drafter that has nothing to propose, or less than the tree has room for, and drafters of blocks."""
 
+import numpy as np
 import pytest
 import torch
-from helpers import pvalue_of_tokens_2_and_3, tiny_drafter, tiny_target
+from helpers import DRAFTERS, pvalue_of_tokens_2_and_3, tiny_block, tiny_drafter, tiny_target
+from policies import Restless
 
-from specdec.drafters import ngram
 from specdec.drafters.draft_model import DraftModel
+from specdec.engine.controller import NEVER
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.lab.traces import metrics
 from specdec.lab.wrapped import WrappedDrafter
 from specdec.structs import Sampling
-from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
+from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
+from specdec.tuning.engines import Workload, adaptive_engine
 from specdec.verify import BlockVerification, MultiRoundRejection
 
 TREES = {
@@ -50,33 +53,6 @@ class Shy(WrappedDrafter):
     @staticmethod
     def wanted(n):
         return n * 5 // 3 % 4
-
-
-DRAFTERS = {
-    "lookup": lambda target: ngram.create(target),
-    "suffix": lambda target: ngram.create(target, mode="suffix", reach=None),
-    "eagle3": lambda target: Shy(tiny_drafter(target)),
-    "medusa": lambda target: Shy(tiny_drafter(target, kind="medusa")),
-    "draft-model": lambda target: Shy(DraftModel(target)),
-}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("overlap", [False, True], ids=["at once", "overlapped"])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_text_is_plain_decodings(drafter, tree, overlap):
-    """A row has the same text and the same rounds alone and next to rows that draft more or less."""
-    target = tiny_target()
-    plain = [Engine(target).generate([p], max_new_tokens=40).rows[0].tokens for p in PROMPTS]
-    engine = Engine(target, DRAFTERS[drafter](target), TREES[tree], overlap=overlap)
-    alone = [engine.generate([p], max_new_tokens=40).rows[0] for p in PROMPTS]
-    together = engine.generate(PROMPTS, max_new_tokens=40).rows
-    assert [row.tokens for row in alone] == [row.tokens for row in together] == plain
-    assert [row.trace for row in alone] == [row.trace for row in together]
-    rounds, undrafted = (sum(x) for x in zip(*((r.trace.rounds, r.trace.undrafted) for r in together), strict=True))
-    assert 0 < undrafted < rounds, "all rounds drafted, or none: the test shows nothing"
-    assert sum(sum(row.trace.accepted) for row in together) > 0, "nothing was accepted: the test shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -144,3 +120,54 @@ def test_traces_tell_what_was_drafted_for_a_row(tmp_path):
         assert row.steps == 3
     share = metrics.undrafted_share(traced)
     assert 0 < share == sum(row.trace.undrafted for row in rows) / sum(row.trace.rounds for row in rows) < 1
+
+
+SAMPLED = Sampling(0.8)
+
+
+def test_a_tree_is_no_deeper_than_the_block():
+    target = tiny_target()
+    for asked, built in (
+        (BlockTree(), (8, 5, 32)),
+        (BlockTree(2, 16, 100), (2, 5, 63)),
+        (BlockTree(3, 4, 9), (3, 4, 9)),
+    ):
+        policy = Engine(target, DRAFTERS["dflash"](target), asked).policy
+        assert (policy.topk, policy.steps, policy.num_draft_tokens) == built
+
+
+def test_a_cut_needs_a_confidence_head():
+    target = tiny_target()
+    drafter = DRAFTERS["dflash"](target)
+    drafter.cut = 0.5
+    with pytest.raises(ValueError, match="no confidence head"):
+        Engine(target, drafter, Chain(5)).generate([[3, 5, 7]], max_new_tokens=3)
+
+
+def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monkeypatch):
+    """A block tree may be deeper than the drafter's block. The engine bounds it, and the policy must too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, prompts = tiny_target(), [[3, 5, 7], [1]]
+    drafter, tree = DRAFTERS["dflash"](target), BlockTree(3, 16, 12)
+    expected = [row.tokens for row in Engine(target).generate(prompts, max_new_tokens=20).rows]
+    for name in ("fixed", "ema", "survival", f"table:1={drafter.block}"):
+        engine = adaptive_engine(name, Workload(2), target, drafter, tree)
+        assert [row.tokens for row in engine.generate(prompts, max_new_tokens=20).rows] == expected
+    with pytest.raises(ValueError, match=f"the tree has {drafter.block}"):
+        adaptive_engine("table:1=16", Workload(2), target, drafter, tree)
+
+
+def test_a_policy_gets_numbers_of_nodes_without_any_probability():
+    """A selector proposes fewer tokens than the tree has children; the other children have probability 0."""
+    target, reported = tiny_target(), []
+    drafter = tiny_block(target, conditional="selector", head={"candidates": 2})
+
+    class Watch(Restless):
+        def keep(self, draft):
+            reported.append(draft.edges)
+
+    for sampling in (Sampling(), SAMPLED):
+        engine = Engine(target, drafter, DynamicTree(4, 3, 20), adaptive=Watch(3))
+        engine.generate([[3, 5, 7], [1]], max_new_tokens=20, sampling=sampling)
+    assert any((edges < NEVER + 1).any() for edges in reported)
+    assert all(np.isfinite(edges).all() for edges in reported)

@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from helpers import finish
 from policies import Restless
 from tape import Tape
 
@@ -131,23 +130,6 @@ def test_recorded_rounds_give_the_same(pair, grammars, plain):
     rows = Engine(*pair, Chain(3), graphs=tape).generate([encode_prompt(pair[0], PROMPT)] * 3, **how).rows
     assert ids_and_finish(rows) == [plain[DRAWN][i] for i in ids]
     assert 0 < tape.replays < len(rows[2].trace.accepted)
-
-
-@pytest.mark.parametrize("how", [{"part": 7}, {"part": 0}], ids=["in parts", "at once"])
-def test_rows_that_join_and_one_that_is_aborted(pair, grammars, plain, how):
-    prompt, own = encode_prompt(pair[0], PROMPT), of_all(grammars)
-    engine = Engine(*pair, TREES["tree"], overlap=True)
-    engine.reserve(2, len(prompt) + NEW, **how)
-    rows = [
-        engine.add(prompt, max_new_tokens=NEW, sampling=DRAWN, seed=(0, i), grammar=own[i], steps=(0, 1, None)[i % 3])
-        for i in (4, 0, 1, 2, 3, 0)
-    ]
-    for _ in range(9):
-        engine.step()
-    engine.abort(rows[1])
-    finish(engine)
-    assert ids_and_finish(rows[:1] + rows[2:]) == [plain[DRAWN][i] for i in (4, 1, 2, 3, 0)]
-    assert rows[1].tokens == plain[DRAWN][0][0][: len(rows[1].tokens)]
 
 
 @pytest.mark.parametrize("name", ["rejection", "typical"])

@@ -1,15 +1,21 @@
-"""Reading one round late changes nothing but the time: same text, same traces, same trees."""
+"""Reading one round late, dropping rows that have ended, and who observes change nothing but the time."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DRAFTERS, save_hf, tiny_target
+from helpers import DRAFTERS, save_hf, tiny_drafter, tiny_target
+from tape import Tape
+from test_batches import HEAVY, TREES, After, ragged
 
+from specdec.cli.screen import Screen
 from specdec.drafters import eagle3
+from specdec.engine import batch as batches
+from specdec.engine import executor
 from specdec.engine.engine import Engine
 from specdec.engine.loop import Loop
-from specdec.engine.report import Emission, RoundReport, SilentClock
+from specdec.engine.recorder import Recorder
+from specdec.engine.report import Emission, Observer, Observers, Reads, RoundReport, SilentClock
 from specdec.engine.sequence import Sequence
 from specdec.model.hf_target import TransformersTarget
 from specdec.structs import Sampling
@@ -129,3 +135,104 @@ def test_a_round_is_launched_before_the_one_before_it_is_read(row, rounds, log, 
     while loop.next() is not None:
         script.log.append(f"read {row.trace.accepted[-1] + 1}")
     assert (script.log, row.tokens) == (log, tokens)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("drafter", [None, "eagle3", "lookup", "draft-model"])
+def test_rows_that_have_ended_are_not_computed(drafter, late):
+    """All of 16 rows but one end in the second round. The engine knows that one round later, and two if rounds are
+    read late."""
+    target, computed = tiny_target(), []
+    engine = Engine(target, *([DRAFTERS[drafter](target), Chain(1)] if drafter else []), overlap=late)
+    target.register_forward_pre_hook(lambda _, args: computed.append(len(args[0])))
+    limits = [2] * 16
+    limits[5] = 20
+    rows = engine.generate([[3, 1]] * 16, max_new_tokens=limits, eos=frozenset()).rows
+    assert [len(row.tokens) for row in rows] == limits
+    assert computed[1:3] == [16, 16]
+    assert set(computed[3:]) == {1}
+    assert 0 <= len(computed) - 1 - rows[5].trace.rounds <= late  # a round that was started in vain
+
+
+@pytest.mark.parametrize("price", [0.0, batches.PRICE], ids=["at once", "by the rule"])
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "late"])
+@pytest.mark.parametrize(("drafter", "tree"), [("eagle3", "dynamic"), ("mtp", "sampled"), ("dflash", "chain")])
+def test_dropping_rows_shows_nowhere(drafter, tree, late, price, monkeypatch):
+    """Text, log-probabilities and reports are those of rows that are carried to the end."""
+    monkeypatch.setattr(batches, "PRICE", price)
+    target, (prompts, limits) = tiny_target(), ragged(6)
+    sampling = [Sampling(0.8, 5, 0.9), HEAVY, Sampling()] * 2
+    how = {"max_new_tokens": limits, "sampling": sampling, "eos": frozenset([11]), "logprobs": True}
+    results = [
+        outcome(
+            Engine(target, DRAFTERS[drafter](target), TREES[tree], **made), prompts, **how,
+            stop=[After(4 + i) if i % 4 == 2 else None for i in range(6)],
+        )
+        for made in ({"overlap": late}, {"compact": False})
+    ]  # fmt: skip
+    assert_same(*results)
+    assert {finish for _, finish, _ in results[0][0]} >= {"length", "stop"}
+    assert len(results[0][2][-1][0]) < 6, "nothing was dropped: the test shows nothing"
+
+
+HOW = {"prompts": [[3, 5, 7], [1]], "max_new_tokens": 12, "eos": frozenset()}
+
+
+class Watch(Observer):
+    """Notes which of tree, q, verdict and logits a report has."""
+
+    def __init__(self, reads: Reads):
+        self.reads, self.seen, self.emitted = reads, [], []
+
+    def __call__(self, report: RoundReport) -> None:
+        self.emitted.append(report.emitted)
+        if not report.prefill:
+            tree = report.tree
+            parts = tree, tree and tree.q, report.verdict, report.logits
+            self.seen.append(tuple(part is not None for part in parts))
+
+
+SEEN = {
+    Reads.TOKENS: (False, False, False, False),
+    Reads.TREES: (True, False, True, False),
+    Reads.LOGITS: (True, True, True, True),
+}
+
+
+@pytest.mark.parametrize("graphs", [True, False], ids=["replayed", "eager"])
+def test_what_an_observer_reads(graphs, monkeypatch):
+    """All observers receive the same tokens. A function receives everything. Unread fields are not copied."""
+    copied, copy = [], executor.copy_of
+    monkeypatch.setattr(executor, "copy_of", lambda value: copied.append(value) or copy(value))
+    target = tiny_target(layers=1)
+    engine = Engine(
+        target, tiny_drafter(target), SampledTree((2, 2)), make_verifier("rejection"), graphs=Tape() if graphs else None
+    )
+    watches = [Watch(reads) for reads in Reads]
+    everything = Watch(Reads.TOKENS)
+    engine.generate(**HOW, sampling=SAMPLED, observer=watches[0])
+    assert not copied
+    watches[0] = Watch(Reads.TOKENS)
+    for observer in (*watches, lambda report: everything(report)):
+        engine.generate(**HOW, sampling=SAMPLED, observer=observer)
+    for watch in watches:
+        assert set(watch.seen) == {SEEN[watch.reads]}
+    assert everything.seen == watches[-1].seen
+    assert all(watch.emitted == everything.emitted for watch in watches)
+    assert len(everything.emitted) > 3
+    if graphs:
+        assert engine.graphs.backend.captures == len(Reads)
+        assert copied
+    watch = Watch(Reads.LOGITS)
+    Engine(target, graphs=Tape() if graphs else None).generate(**HOW, observer=watch)
+    assert set(watch.seen) == {SEEN[Reads.TOKENS]}, "plain decoding has nothing to see"
+
+
+def test_who_reads_what():
+    target = tiny_target()
+    target.tokenizer = None
+    screens = [Screen(target, quiet=True, trees=trees) for trees in (False, True)]
+    assert [screen.reads for screen in screens] == [Reads.TOKENS, Reads.TREES]
+    assert Recorder().reads is Observer.reads is Reads.LOGITS
+    assert Observers(*screens).reads is Reads.TREES
+    assert Observers(screens[0], Recorder()).reads is Reads.LOGITS

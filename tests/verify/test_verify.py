@@ -1,6 +1,7 @@
-"""The verifier against a walk in plain Python, and the filters against those of transformers."""
+"""The verifier against a walk in plain Python, and the filters against those of transformers and at their limits."""
 
 import itertools
+import math
 import random
 
 import pytest
@@ -12,8 +13,10 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from specdec.sampling.filters import filtered_probs, sample
-from specdec.sampling.noise import Noise, hashes_of
+from specdec.children import Coupled
+from specdec.drafters.vocab import DraftVocab
+from specdec.sampling.filters import filtered_probs, sample, settings_of
+from specdec.sampling.noise import Noise, bits_of, gumbel, hashes_of
 from specdec.structs import DraftTree, Sampling, SamplingBatch
 from specdec.trees.base import ancestors_of
 from specdec.verify import sample_and_match
@@ -81,37 +84,16 @@ def test_filters_match_transformers(sampling):
     torch.testing.assert_close(filtered_probs(logits, sampling), scores.softmax(-1), rtol=1e-6, atol=1e-7)
 
 
-def test_draws_follow_the_distribution_and_the_seeds():
-    logits = torch.randn(1, 9, generator=torch.Generator().manual_seed(3)).expand(200_000, 1, 9)
-    sampling, hashes = Sampling(temperature=0.7), hashes_of(torch.arange(9))
-    noise = Noise([(1, row) for row in range(200_000)], hashes).after(torch.zeros(200_000, dtype=torch.int64))
-    drawn = sample(logits, sampling, noise)[:, 0]
-    share = drawn.bincount(minlength=9) / len(drawn)
-    # Five standard deviations of a share estimated from 200,000 draws are at most 5 * sqrt(.25 / 200000) = .0056
-    torch.testing.assert_close(share, filtered_probs(logits[0, 0], sampling), rtol=0, atol=0.0056)
-    again = Noise([(1, 5)], hashes).after(torch.zeros(1, dtype=torch.int64))
-    assert sample(logits[:1], sampling, again) == drawn[5]
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"temperature": -1},
-        {"top_p": 0.0},
-        {"top_p": 1.5},
-        {"min_p": 2.0},
-        {"top_k": -1},
-        {"top_k": 5, "temperature": 0.0},
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": float("nan")},
-        {"presence_penalty": 2.5},
-        {"frequency_penalty": -3},
-        {"frequency_penalty": float("nan")},
-    ],
-)
-def test_nonsense_is_refused(fields):
-    with pytest.raises(ValueError, match=next(iter(fields))):
-        Sampling(**({"temperature": 1.0} | fields))
+def test_nonsense_is_refused():
+    for name, value in (
+        ("temperature", -1), ("top_p", 0.0), ("top_p", 1.5), ("min_p", 2.0), ("top_k", -1), ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.nan), ("presence_penalty", 2.5), ("frequency_penalty", -3),
+        ("frequency_penalty", math.nan),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=name):
+            Sampling(**({"temperature": 1.0} | {name: value}))
+    with pytest.raises(ValueError, match="top_k"):
+        Sampling(temperature=0.0, top_k=5)
 
 
 @pytest.mark.matrix
@@ -125,3 +107,23 @@ def test_the_least_temperatures_are_greedy(temperature, filters):
     for sampling in (cold, SamplingBatch([cold] * 4 + [warm] * 4, logits.device)):
         assert torch.equal(sample(logits, sampling, noise)[:4], logits[:4].argmax(-1))
         assert filtered_probs(logits, sampling)[:4].amax(-1).eq(1).all()
+
+
+@pytest.mark.parametrize("top_p", [1e-38, 1e-9, 1e-3])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_tiny_top_p_keeps_the_likeliest_token(top_p, mixed):
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
+    samplings = [Sampling(0.9, top_p=top_p), Sampling(0.7 if mixed else 0.9, top_p=top_p)]
+    probs = filtered_probs(logits, settings_of(samplings, logits.device))
+    assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(-1), 50).float())
+
+
+@pytest.mark.parametrize("trust", [0.5, 1.0])
+def test_coupled_children_trust_the_drafter_as_far_as_it_says(trust):
+    """log softmax of trust * logits / temperature + the target's own noise (`Coupled`)."""
+    hashes = hashes_of(torch.arange(20))
+    noise = Noise([(1, 2)], hashes).after(torch.tensor([4]), 3)
+    logits = torch.randn(1, 3, 20, generator=torch.Generator().manual_seed(1))
+    scores = Coupled(noise, Sampling(0.8), trust).scores(logits, DraftVocab(20), slice(0, 3))
+    expected = (trust * logits / 0.8 + gumbel(bits_of(noise.keys, hashes))).log_softmax(-1)
+    torch.testing.assert_close(scores, expected)

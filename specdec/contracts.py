@@ -25,8 +25,7 @@ Features = Any  # Tensor [B,P,F] of the target; None for drafters without taps
 class DraftState:
     """State of a drafter at W positions, the same in decoding and in training.
 
-    Logits are computed on demand. A loss computes them in pieces from `readout` and `head`, so that no tensor [B,T,U]
-    need exist, and `top` may do without them.
+    Logits are computed on demand: a loss computes them in pieces from `readout` and `head`, and `top` may do without.
     """
 
     hidden: Tensor  # [B,W,any] what the drafter keeps of each position; a tree policy hands it back to `step`

@@ -103,8 +103,11 @@ class Batch:
         first = len(self.sequences)
         try:
             root, state, settings = self._prefill(sequences, first)
-        except BaseException:
-            self._undo_prefill()
+        except BaseException:  # remove the new rows from the caches
+            self.tensors.undo_prefill(first)
+            if first:
+                self._use(self.sequences)
+                self._take(self._settings(self.sequences))
             raise
         self.tensors.join(root, state)
         if self.controller is not None:
@@ -128,13 +131,6 @@ class Batch:
         for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
             sequence.add([token], **{name: x[i] for name, x in lists.items()})
         return root, state, settings
-
-    def _undo_prefill(self) -> None:
-        """Remove the rows of a failed prefill from the caches."""
-        self.tensors.undo_prefill(len(self.sequences))
-        if self.sequences:
-            self._use(self.sequences)
-            self._take(self._settings(self.sequences))
 
     def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
         return settings_for(self.round, sequences, self.clock, self.table)

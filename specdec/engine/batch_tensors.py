@@ -153,10 +153,10 @@ class BatchTensors:
             self.settings = settings
             return
         eos: Any = settings.eos
-        self.kind = (
-            *eos.shape, _program(settings.sampling), settings.penalties is not None, settings.logprobs,
-            settings.likely, settings.steps is not None,
-        )  # fmt: skip
+        sampling: Any = settings.sampling  # the part that decides which operators run: of a table the filters
+        sampling = sampling.program if isinstance(sampling, SamplingBatch) else sampling
+        given = settings.penalties is not None, settings.logprobs, settings.likely, settings.steps is not None
+        self.kind = *eos.shape, sampling, *given
         self.settings = self.kinds.setdefault(self.kind, replace(settings, clock=SilentClock()))
         self.settings.masks = settings.masks
         for name in ("sampling", "penalties", "noise", "steps", "eos"):
@@ -172,11 +172,6 @@ class BatchTensors:
         counts = [self.settings.penalties.counts] if self.settings.penalties else []
         lens = [cache.lens for cache in (self.cache, self.draft_cache) if cache is not None]
         return [self.root, self.active, self.left, *lens, *states, *counts]
-
-
-def _program(sampling) -> Any:
-    """Return the part of a sampling that decides which operators run: a `Sampling`, or filters of a `SamplingBatch`."""
-    return sampling.program if isinstance(sampling, SamplingBatch) else sampling
 
 
 def _refill(old: Any, new: Any) -> None:

@@ -22,7 +22,7 @@ from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row
 from specdec.model.language_model import LanguageModel
 from specdec.sampling.filters import settings_of
-from specdec.sampling.grammar import Grammar
+from specdec.sampling.json_grammar import Grammar
 from specdec.sampling.noise import Seed
 from specdec.structs import Sampling, Verifier
 from specdec.verify import sample_and_match

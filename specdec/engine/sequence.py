@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from specdec.engine.traces import RowTrace
-from specdec.sampling.grammar import Grammar, Matcher, masked
+from specdec.sampling.json_grammar import Grammar, TextMatcher, masked
 from specdec.sampling.noise import Seed
 from specdec.structs import DraftTree, Sampling
 
@@ -44,7 +44,7 @@ class Sequence:
     likely: list[list[tuple[int, float]]] = field(default_factory=list)  # by token: they and theirs, best first
     cached: int = 0  # tokens of the prompt that need not be read, as they were with another one
     finish: str | None = None
-    matcher: Matcher | None = None  # where the text stands in its grammar, while it is decoded
+    matcher: TextMatcher | None = None  # where the text stands in its grammar, while it is decoded
     trace: RowTrace = field(default_factory=RowTrace)
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ class Masks:
         return any(s.matcher is not None for s in self.sequences)
 
     def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
-        """Mask logits as `specdec.sampling.grammar.masked` does. This waits for the tree.
+        """Mask logits as `specdec.sampling.json_grammar.masked` does. This waits for the tree.
 
         The tokens that the rows have emitted must have been added to the sequences.
         """

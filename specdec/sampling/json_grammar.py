@@ -1,19 +1,23 @@
-"""Grammars of JSON schemas and regular expressions, by llguidance. docs/serve.md lists what is supported.
+"""Grammars of JSON schemas and regular expressions, by llguidance, and the masks of logits that follow from them.
 
-llguidance is an extra, and is imported where a grammar is made.
+The host knows the state of a text in its grammar, so a round of a batch with such a text waits for its draft, and the
+mask of a node costs a walk of the vocabulary on the host. A batch without one never waits. llguidance is an extra, and
+is imported where a grammar is made. docs/serve.md lists what is supported.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specdec.model.language_model import LanguageModel
 from specdec.schema import shown
@@ -79,7 +83,7 @@ class Grammars:
         except Exception as error:  # the library's own kinds, for a tokenizer that is slow, or too large
             raise ValueError(f"llguidance does not take this target's tokenizer: {_first_line(error)}") from None
 
-    def json(self, schema: Any = None) -> "TextGrammar":
+    def json(self, schema: Any = None) -> "Grammar":
         """Return the grammar of JSON that this schema (as read from JSON) describes; None: any object.
 
         Raises ValueError, one sentence, for a schema that is invalid, too large, or uses an unsupported keyword.
@@ -99,13 +103,13 @@ class Grammars:
         how = {"whitespace_pattern": WHITESPACE}
         return self._grammar("JSON schema", LLMatcher.grammar_from_json_schema, text, how)
 
-    def regex(self, pattern: str) -> "TextGrammar":
+    def regex(self, pattern: str) -> "Grammar":
         """Return the grammar of texts that match the pattern from beginning to end; ValueError as for `json`."""
         from llguidance import LLMatcher
 
         return self._grammar("regular expression", LLMatcher.grammar_from_regex, _within_limit(pattern, "pattern"))
 
-    def _grammar(self, what: str, make, *given) -> "TextGrammar":
+    def _grammar(self, what: str, make, *given) -> "Grammar":
         from llguidance import LLMatcher
 
         try:
@@ -118,23 +122,23 @@ class Grammars:
         if made.is_error():
             reason = made.get_error().replace("NoExtensionBias", "no text is complete by it")
             raise ValueError(f"the {what} is not taken: {_first_line(reason)}")
-        return TextGrammar(made, self.ends)
+        return Grammar(made, self.ends)
 
 
-class TextGrammar:
-    """A `specdec.sampling.grammar.Grammar`."""
+class Grammar:
+    """The language of a text, for the tokens of one target."""
 
     def __init__(self, fresh, ends: frozenset[int]):
         """Hold an `LLMatcher` that has taken nothing, and the tokens that end a text."""
         self.fresh, self.ends = fresh, ends
 
     def start(self) -> "TextMatcher":
-        """Return a matcher that has taken nothing."""
+        """Return the state before the first token."""
         return TextMatcher(self.fresh.deep_copy(), self.ends)
 
 
 class TextMatcher:
-    """A `specdec.sampling.grammar.Matcher`."""
+    """The state of one text in its grammar."""
 
     def __init__(self, matcher, ends: frozenset[int]):
         """Hold an `LLMatcher` of its own, and the tokens that end a text."""
@@ -142,21 +146,76 @@ class TextMatcher:
 
     @property
     def over(self) -> bool:
-        """Return whether nothing but the end of the text may follow."""
+        """Whether the text is whole: nothing but its end may follow."""
         return self.matcher.is_stopped()
 
     def take(self, token: int) -> bool:
-        """Advance by a token if it may follow, and return whether it did."""
+        """Advance by a token if it may follow; else change nothing. Tokens that end a text are not taken."""
         return token not in self.ends and self.matcher.try_consume_tokens([token]) == 1
 
     def back(self) -> None:
-        """Undo the last `take`."""
+        """Undo the last token that was taken."""
         self.matcher.rollback(1)
 
     def allowed(self) -> NDArray[np.uint8] | None:
-        """Return the bits of the tokens that may follow; None if llguidance has failed."""
+        """Return the tokens that may follow, one bit each, the lowest of a byte first, at least V bits.
+
+        Tokens that end a text are among them if it is whole. Returns None if llguidance has failed for this text;
+        `take` then accepts no more tokens.
+        """
         bits = self.matcher.compute_bitmask()
         return None if self.matcher.is_error() else np.frombuffer(bits, np.uint8)
+
+
+Nodes = Sequence[Sequence[int]]  # [B][N], a number of each node of a tree
+
+
+def masked(
+    logits: Tensor, matchers: Sequence[TextMatcher | None], tokens: Nodes | None = None, parents: Nodes | None = None
+) -> Tensor:
+    """Return logits [B,N,V] with -inf for excluded tokens; rows without a matcher are unchanged.
+
+    Row b's matcher has taken the row's text, the root's token included. Node i of the tree that has these tokens and
+    parents is masked as the text and the path to i require; without a tree N is 1. Nodes below a token that may not
+    follow are void and unchanged.
+    """
+    width, places, bits = logits.shape[1], [], []
+    for row, matcher in enumerate(matchers):
+        if matcher is not None:
+            own = ([], [[]]) if tokens is None or parents is None else (tokens[row], _children(parents[row]))
+            for node, allowed in _visit(matcher, *own):
+                places.append(row * width + node)
+                bits.append(allowed)
+    if not places:
+        return logits
+    index = torch.tensor(places, device=logits.device)
+    known = torch.from_numpy(np.stack(bits)).to(logits.device)
+    shifts = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    forbidden = ((known[..., None] >> shifts) & 1).flatten(1)[:, : logits.shape[-1]] == 0
+    flat = logits.flatten(0, 1)
+    return flat.index_copy(0, index, flat[index].masked_fill_(forbidden, -torch.inf)).view_as(logits)
+
+
+def _children(parents: Sequence[int]) -> list[list[int]]:
+    children: list[list[int]] = [[] for _ in parents]
+    for node, parent in enumerate(parents[1:], 1):
+        children[parent].append(node)
+    return children
+
+
+def _visit(
+    matcher: TextMatcher, tokens: Sequence[int], children: list[list[int]], node: int = 0
+) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yield (node, allowed tokens) for this node and those below it. The matcher is restored."""
+    allowed = matcher.allowed()
+    if allowed is None:
+        return
+    yield node, allowed
+    for child in children[node]:
+        if matcher.take(tokens[child]):
+            if not matcher.over:  # what a whole text is followed by is dropped
+                yield from _visit(matcher, tokens, children, child)
+            matcher.back()
 
 
 def _keywords(schema: Any) -> Iterator[str]:

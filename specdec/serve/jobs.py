@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.engine.sequence import Sequence, Stop
-from specdec.sampling.grammar import Grammar
+from specdec.sampling.json_grammar import Grammar
 from specdec.sampling.noise import Seed
 from specdec.structs import Sampling
 

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from specdec.engine.engine import Engine
 from specdec.model.language_model import LanguageModel
-from specdec.sampling.grammar import Grammar
-from specdec.sampling.json_grammar import grammars_of
+from specdec.sampling.json_grammar import Grammar, grammars_of
 from specdec.schema import shown
 from specdec.serve.jobs import Delta, Job
 from specdec.serve.protocol import Ask, Body, ChatAsk, CompletionAsk, Message, Text, Wish, read

@@ -254,7 +254,7 @@ class Automaton:
 
 
 class Place:
-    """A `Matcher` of an automaton."""
+    """A `TextMatcher` of an automaton."""
 
     def __init__(self, automaton: Automaton):
         self.automaton, self.path = automaton, [0]

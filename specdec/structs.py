@@ -102,27 +102,21 @@ class SamplingBatch:
 
 
 class Verifier(Protocol):
-    """Rule that decides which tokens of a draft tree are emitted."""
+    """Rule that decides which tokens of a draft tree are emitted.
 
-    @property
-    def lossless(self) -> bool:
-        """The output is distributed as the target's own."""
+    Attributes:
+        lossless: The output is distributed as the target's own.
+        needs_q: It works on trees of policies that sample only.
+        chains_only: It works on chains only, trees without siblings.
+        likeliest_only: At temperature 0 it needs the most likely tokens of logits, and no probabilities.
+        couples: It emits the target's draws by the row's noise at each node, so drafts may use that noise.
+    """
 
-    @property
-    def needs_q(self) -> bool:
-        """It works on trees of policies that sample only."""
-
-    @property
-    def chains_only(self) -> bool:
-        """It works on chains only, trees without siblings."""
-
-    @property
-    def likeliest_only(self) -> bool:
-        """At temperature 0 it needs the most likely tokens of logits, and no probabilities."""
-
-    @property
-    def couples(self) -> bool:
-        """It emits the target's draws by the row's noise at each node, so drafts may use that noise."""
+    lossless: bool = True
+    needs_q: bool = False
+    chains_only: bool = False
+    likeliest_only: bool = False
+    couples: bool = False
 
     def __call__(
         self, tree: DraftTree, logits: Tensor, sampling: Sampling | SamplingBatch, noise: Any | None

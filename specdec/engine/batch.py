@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.contracts import DraftState
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch_tensors import BatchTensors, settings_for
 from specdec.engine.controller import Controller
@@ -100,9 +99,13 @@ class Batch:
         """Prefill sequences, no more than are free, and add to each its first token. This waits for the device."""
         self.tensors.bound(max((s.committed for s in self.going()), default=0))
         self._drop([s.finish is not None for s in self.sequences])
-        first = len(self.sequences)
+        first, prompts = len(self.sequences), [s.prompt for s in sequences]
         try:
-            root, state, settings = self._prefill(sequences, first)
+            settings = self._settings(sequences)  # of these rows alone; their first tokens are counted
+            root, state, made = self.round.prefill(prompts, self.cache, first, settings, self.controller, self.reading)
+            lists = {name: x.tolist() for name, x in made.items()}
+            for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
+                sequence.add([token], **{name: x[i] for name, x in lists.items()})
         except BaseException:  # remove the new rows from the caches
             self.tensors.undo_prefill(first)
             if first:
@@ -121,16 +124,6 @@ class Batch:
         # The next round is known, and to compile it may take long.
         if self._replays() and self.executor.any_bound and self.controller is None:
             self._graph(self.room, None)
-
-    def _prefill(self, sequences: list[Sequence], row: int) -> tuple[Tensor, DraftState | None, RoundSettings]:
-        """Prefill sequences. Also return the settings of these rows alone, their first tokens counted."""
-        settings = self._settings(sequences)
-        prompts = [s.prompt for s in sequences]
-        root, state, fields = self.round.prefill(prompts, self.cache, row, settings, self.controller, self.reading)
-        lists = {name: x.tolist() for name, x in fields.items()}
-        for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
-            sequence.add([token], **{name: x[i] for name, x in lists.items()})
-        return root, state, settings
 
     def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
         return settings_for(self.round, sequences, self.clock, self.table)

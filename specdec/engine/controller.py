@@ -26,18 +26,6 @@ ABSORBED = 32  # positions that the drafter absorbs at once
 MOST_PARTS = 256  # more parts are merged into one
 
 
-def outcome_of(report: RoundReport, counts: list[int]) -> Outcome:
-    """Return a round as its policy learns from it. counts [B]: tokens that each row emitted, before any cut."""
-    plan = report.plan
-    accepted = [counts[row] - 1 for row in plan.rows]
-    if report.parents is None:
-        return Outcome(plan.levels, 1, accepted, [True] * len(accepted))
-    path, parents = report.path.tolist(), report.parents.tolist()  # lists, as numpy is slower for so few numbers
-    leaves = [path[row][counts[row] - 1] not in parents[row][1:] for row in plan.rows]
-    seen = None if plan.draft is None else np.asarray(path)
-    return Outcome(plan.levels, report.nodes, accepted, leaves, plan.draft, seen)
-
-
 class Controller:
     """Asks a policy about the rounds of one batch."""
 
@@ -92,9 +80,17 @@ class Controller:
             self.backlog.add(report.deferred)
 
     def learn(self, report: RoundReport, counts: list[int]) -> None:
-        """Let the policy learn from a round that was read."""
-        if report.plan.rows:
-            self.policy.learn(outcome_of(report, counts))
+        """Let the policy learn from a round that was read. counts [B]: tokens that each row emitted, before any cut."""
+        if not (plan := report.plan).rows:
+            return
+        accepted = [counts[row] - 1 for row in plan.rows]
+        if report.parents is None:
+            self.policy.learn(Outcome(plan.levels, 1, accepted, [True] * len(accepted)))
+            return
+        path, parents = report.path.tolist(), report.parents.tolist()  # lists, as numpy is slower for so few numbers
+        leaves = [path[row][counts[row] - 1] not in parents[row][1:] for row in plan.rows]
+        seen = None if plan.draft is None else np.asarray(path)
+        self.policy.learn(Outcome(plan.levels, report.nodes, accepted, leaves, plan.draft, seen))
 
     def _draft(self, tree: DraftTree, state: DraftState) -> Draft:
         parents, drawn = tree.parents, tree.q is not None

@@ -99,15 +99,6 @@ class Prefixes:
         self.bytes -= prefix.bytes
 
 
-@dataclass
-class Read:
-    """Result of the target for a prompt of one row."""
-
-    cache: KVCache
-    logits: Tensor  # [1,1,V] after the last token
-    feats: Tensor | None  # [1,T,F]
-
-
 class Reading:
     """The prompt that is being read.
 
@@ -183,11 +174,14 @@ class Reading:
             of_row = None if feats is None else feats[row : row + 1]
             self.prefixes.keep(prompt, [layer[:, row : row + 1] for layer in rows.layers], of_row)
 
-    def take(self, prompts: abc.Sequence[abc.Sequence[int]]) -> Read | None:
-        """Return the target's result for the only one of these prompts, if it was read here, and drop it here."""
+    def take(self, prompts: abc.Sequence[abc.Sequence[int]]) -> tuple[KVCache, Tensor, Tensor | None] | None:
+        """Return the only one of these prompts, if it was read here, and drop it here.
+
+        That is its cache, the logits [1,1,V] after its last token, and feats [1,T,F].
+        """
         own = None if self.sequence is None else self.sequence.prompt
         if len(prompts) != 1 or self.logits is None or prompts[0] is not own:
             return None
-        read = Read(self.cache, self.logits, torch.cat(self.feats, 1) if self.feats else None)
+        read = self.cache, self.logits, torch.cat(self.feats, 1) if self.feats else None
         self.drop()
         return read

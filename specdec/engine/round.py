@@ -160,8 +160,8 @@ class Round:
             logits, feats = self.target(tokens, part, taps=self.taps, last=lens - 1, prefill=True)
             part.advance(lens, longest)
         else:
-            part.take(read.cache, longest)
-            logits, feats = read.logits, read.feats
+            own, logits, feats = read
+            part.take(own, longest)
         if reading is not None:
             reading.keep(prompts, part, feats)
         root = self._draw(logits, torch.ones_like(lens), settings, lens - 1)

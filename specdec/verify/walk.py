@@ -4,7 +4,6 @@ Nodes are hits or misses, the longest path without a miss is accepted, and a bon
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,17 +11,11 @@ from torch import Tensor
 from specdec.ops import native
 from specdec.sampling.filters import draw, filtered_probs, sample
 from specdec.sampling.noise import RoundNoise
-from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict
+from specdec.structs import DraftTree, Sampling, SamplingBatch, Verdict, Verifier
 
 
-class Rule:
-    """Defaults of rules (`structs.Verifier`)."""
-
-    lossless: ClassVar[bool] = True
-    needs_q: ClassVar[bool] = False
-    chains_only: ClassVar[bool] = False
-    likeliest_only: ClassVar[bool] = False
-    couples: ClassVar[bool] = False
+class Rule(Verifier):
+    """Base class of rules, with the defaults of `Verifier`."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
+from test_graphs import POLICIES as TREES
 from test_overlap import SAMPLED, assert_same, outcome
 
 from specdec import ops
@@ -18,20 +19,15 @@ from specdec.engine.memory import Request, free_bytes, has_fused_attention, plan
 from specdec.engine.report import Clock
 from specdec.engine.sequence import Sequence
 from specdec.structs import Sampling
-from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
+from specdec.trees import DynamicTree, SampledTree
 from specdec.verify import VERIFIERS, make_verifier
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
-POLICIES = {
-    "chain": Chain(3),
-    "dynamic": DynamicTree(3, 3, 9),
-    "static": StaticTree([[0], [1], [0, 0], [0, 2], [1, 0], [0, 2, 0]]),
-    "sampled": SampledTree((2, 2)),
-    "chain of draws": SampledTree((1, 1)),
-}
+POLICIES = {name: TREES[name] for name in ("chain", "dynamic", "static", "sampled")}
+POLICIES["chain of draws"] = SampledTree((1, 1))
 
 
 def parts(drafter: str | None = "eagle3", policy: str = "dynamic") -> tuple:

@@ -36,7 +36,7 @@ def parts(drafter: str | None = "eagle3", policy: str = "dynamic") -> tuple:
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["chain", "dynamic", "static"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8, 5, 0.9, 0.02)], ids=["greedy", "sampled"])
 @torch.inference_mode()
 def test_round_does_not_synchronise(policy, sampling, drafter):
@@ -52,7 +52,7 @@ def test_round_does_not_synchronise(policy, sampling, drafter):
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", ["chain", "dynamic", "static"])
 def test_greedy_text_is_plain_decodings(policy, drafter):
     engine = Engine(*parts(drafter, policy))
     prompts = [[3, 5, 7], [1], [2, 4, 6, 8]]

@@ -101,7 +101,8 @@ class Batch:
         self._drop([s.finish is not None for s in self.sequences])
         first, prompts = len(self.sequences), [s.prompt for s in sequences]
         try:
-            settings = self._settings(sequences)  # of these rows alone; their first tokens are counted
+            # Of these rows alone; their first tokens are counted.
+            settings = settings_for(self.round, sequences, self.clock, self.table)
             root, state, made = self.round.prefill(prompts, self.cache, first, settings, self.controller, self.reading)
             lists = {name: x.tolist() for name, x in made.items()}
             for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
@@ -109,15 +110,12 @@ class Batch:
         except BaseException:  # remove the new rows from the caches
             self.tensors.undo_prefill(first)
             if first:
-                self._use(self.sequences)
-                self._take(self._settings(self.sequences))
+                self._hold(self.sequences)
             raise
         self.tensors.join(root, state)
         if self.controller is not None:
             self.controller.joined(first, len(sequences))
-        self._use(self.sequences + sequences)
-        alone = len(self.sequences) == len(sequences)
-        self._take(settings if alone else self._settings(self.sequences))
+        self._hold(self.sequences + sequences, None if first else settings)
         self.tensors.refresh(self.sequences)
         self.decoding = len(self.going())
         self.clock.mark("prefill")
@@ -125,19 +123,16 @@ class Batch:
         if self._replays() and self.executor.any_bound and self.controller is None:
             self._graph(self.room, None)
 
-    def _settings(self, sequences: abc.Sequence[Sequence]) -> RoundSettings:
-        return settings_for(self.round, sequences, self.clock, self.table)
-
-    def _take(self, settings: RoundSettings) -> None:
-        """Play the next rounds with these settings of all rows."""
+    def _hold(self, sequences: list[Sequence], settings: RoundSettings | None = None) -> None:
+        """Hold these sequences, in as many rows as rounds may have. settings: theirs, if they are known."""
+        width = self._width(len(sequences))
+        vacant = [Sequence([0], 1, finish=VACANT) for _ in range(width - len(sequences))]
+        self.sequences = sequences + vacant
+        self.tensors.use(width)
+        if settings is None or vacant:
+            settings = settings_for(self.round, self.sequences, self.clock, self.table)
         self.tensors.take(settings)
         self.tensors.forget_settings({kind for _, kind, _, _ in self.graphs})
-
-    def _use(self, sequences: list[Sequence]) -> None:
-        """Hold these sequences, in as many rows as rounds may have."""
-        width = self._width(len(sequences))
-        self.sequences = sequences + [Sequence([0], 1, finish=VACANT) for _ in range(width - len(sequences))]
-        self.tensors.use(width)
 
     def _width(self, rows: int) -> int:
         """Return the smallest number of rows that a round with so many sequences may have."""
@@ -208,8 +203,7 @@ class Batch:
             return
         penalties = self.tensors.settings.penalties
         survivors: Any = self._drop(over)
-        self._use(self.sequences)
-        self._take(self._settings(self.sequences))
+        self._hold(self.sequences)
         if penalties is not None and self.tensors.settings.penalties is not None:  # of rounds too that are not read yet
             self.tensors.settings.penalties.counts[: survivors.count] = penalties.counts[survivors.index]
 

@@ -8,7 +8,7 @@ leaves to the next one is in tensors that never move (`batch_tensors.BatchTensor
 from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -75,7 +75,15 @@ class CudaGraphs:
         with torch.cuda.device(self.device):
             if self.compiles:
                 run = compiled_run(run, preserved, [bound], compile_now)
-            self._warm_up(run, preserved, bound)
+            # On the side stream, as torch requires before a capture. What the runs write into caches lies after the
+            # committed slots, where it is void.
+            with restored(preserved):
+                current = torch.cuda.current_stream()
+                self.stream.wait_stream(current)
+                with torch.cuda.stream(self.stream):
+                    for _ in range(WARM_UPS):
+                        run(bound)
+                current.wait_stream(self.stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as a data loader's, may still use the device while this one captures.
             how: dict[str, Any] = {"pool": self.pool, "stream": self.stream, "capture_error_mode": "thread_local"}
@@ -86,26 +94,11 @@ class CudaGraphs:
                 made = run(bound)
 
         # What was compiled may have tensors of its own that the graph reads.
-        return partial(_replay, graph, made, run if self.compiles else None)
+        def replay(bound: int, held: Any = run if self.compiles else None) -> Any:
+            graph.replay()
+            return made
 
-    def _warm_up(self, run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bound: int) -> None:
-        """Run on the side stream, as torch requires before a capture, and undo what that changed.
-
-        What the run wrote into caches lies after the committed slots, where it is void.
-        """
-        with restored(preserved):
-            current = torch.cuda.current_stream()
-            self.stream.wait_stream(current)
-            with torch.cuda.stream(self.stream):
-                for _ in range(WARM_UPS):
-                    run(bound)
-            current.wait_stream(self.stream)
-
-
-def _replay(graph: torch.cuda.CUDAGraph, made: Any, held: Any, bound: int) -> Any:
-    """Replay a graph, and return what its capture made. held: lives as long as the graph."""
-    graph.replay()
-    return made
+        return replay
 
 
 def obstacle(target, drafter: Drafter | None) -> str | None:

@@ -16,6 +16,7 @@ computes the same bits. A small e wins, so u is exact near 0; at the other end i
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -96,15 +97,16 @@ class Noise:
         return RoundNoise(self, root, depths)
 
 
+@dataclass(eq=False)
 class RoundNoise:
     """The noise of the D' positions after the roots of a round.
 
     A depth is that of the node after which a token is drawn: 0 for the root, whose next token is at position root + 1.
     """
 
-    def __init__(self, noise: Noise, root: Tensor, depths: int):
-        """Serve `depths` positions after root [B] from the keys of `noise`."""
-        self.noise, self.root, self.depths = noise, root, depths
+    noise: Noise
+    root: Tensor  # [B]
+    depths: int  # D'
 
     @cached_property
     def keys(self) -> Tensor:

@@ -166,11 +166,6 @@ class Shape:
         """Return the size of the first dimension."""
         return self.shape[0]
 
-    @classmethod
-    def of(cls, x: Tensor) -> "Shape":
-        """Return the shape, strides, dtype and device of a tensor."""
-        return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
-
 
 def written(graph: RoundGraph) -> tuple[list[tuple], list[Shape]]:
     """Return a graph without its tensors, as objects that can be pickled."""
@@ -179,7 +174,7 @@ def written(graph: RoundGraph) -> tuple[list[tuple], list[Shape]]:
         (node.op, node.target, *fx.node.map_arg((node.args, node.kwargs), numbers.__getitem__))
         for node in graph.module.graph.nodes
     ]
-    return nodes, [Shape.of(x) for x in graph.inputs]
+    return nodes, [Shape(tuple(x.shape), x.stride(), x.dtype, x.device) for x in graph.inputs]
 
 
 def read(nodes: list[tuple], inputs: list[Shape]) -> RoundGraph:

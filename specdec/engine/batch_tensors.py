@@ -196,8 +196,7 @@ def settings_for(
     device, penalties, steps, width = round_.target.device, None, None, len(round_.target.eos)
     samplings, most = [s.sampling for s in sequences], round_.path - 1
     if any(sampling.penalised for sampling in samplings):
-        prompts, outputs = [s.prompt for s in sequences], [s.tokens for s in sequences]
-        penalties = Penalties(samplings, prompts, round_.target.config.vocab, device, outputs)
+        penalties = Penalties(sequences, round_.target.config.vocab, device)
     if most and any(s.steps is not None for s in sequences):
         steps = torch.tensor([most if s.steps is None else min(s.steps, most) for s in sequences], device=device)
     if table:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 DEPTH_IN_WORDS = "share of rounds that accepted at least d drafted tokens, over all rounds"
+RESAMPLES = 1000
 
 
 @dataclass
@@ -38,26 +39,24 @@ def tau(rows: list[RowTrace]) -> float:
     return sum(sum(row.emitted) for row in rows) / rounds if rounds else 0.0
 
 
-def tau_interval(rounds: Tensor, resamples: int = 1000) -> tuple[float, float] | None:
+def tau_interval(rounds: Tensor) -> tuple[float, float] | None:
     """Return the 95 % interval of tau (`interval_of`); None for fewer than two texts.
 
     rounds [texts,2]: of each text its rounds and the tokens that they emitted.
     """
-    return interval_of(lambda drawn: drawn[:, 1] / drawn[:, 0], rounds, resamples)
+    return interval_of(lambda drawn: drawn[:, 1] / drawn[:, 0], rounds)
 
 
-def interval_of(
-    measure: Callable[[Tensor], Tensor], counts: Tensor, resamples: int = 1000
-) -> tuple[float, float] | None:
+def interval_of(measure: Callable[[Tensor], Tensor], counts: Tensor) -> tuple[float, float] | None:
     """Return the 95 % interval of a measure; None for fewer than two texts.
 
     Texts are resampled with replacement (percentiles of a seeded bootstrap).
-    measure: sums over texts [resamples,k] -> values [resamples]. counts [texts,k]: what is summed.
+    measure: sums over texts [RESAMPLES,k] -> values [RESAMPLES]. counts [texts,k]: what is summed.
     """
     if len(counts) < 2:
         return None
     generator = torch.Generator().manual_seed(0)
-    drawn = counts.double()[torch.randint(len(counts), (resamples, len(counts)), generator=generator)].sum(1)
+    drawn = counts.double()[torch.randint(len(counts), (RESAMPLES, len(counts)), generator=generator)].sum(1)
     low, high = measure(drawn).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return low, high
 

@@ -10,38 +10,30 @@ and before the temperature, is vLLM's `apply_penalties`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.structs import DraftTree, Sampling
+from specdec.structs import DraftTree
 
 
 class Penalties:
     """The tokens of each row of a batch, counted on the device, and the penalties for them."""
 
-    def __init__(
-        self,
-        samplings: Sequence[Sampling],
-        prompts: Sequence[Sequence[int]],
-        vocab: int,
-        device: torch.device,
-        outputs: Sequence[Sequence[int]] | None = None,
-    ):
-        """Count one row for each sampling; outputs: the tokens that the rows have written so far, none if not given."""
+    def __init__(self, rows: Sequence[Any], vocab: int, device: torch.device):
+        """Count the tokens of sequences, which have a `sampling`, a `prompt`, and the `tokens` written so far."""
 
         def column(name: str) -> Tensor:
-            return torch.tensor([float(getattr(s, name)) for s in samplings], device=device)[:, None, None]
+            return torch.tensor([float(getattr(row.sampling, name)) for row in rows], device=device)[:, None, None]
 
-        self.repetition, self.presence, self.frequency = map(
-            column, ("repetition_penalty", "presence_penalty", "frequency_penalty")
-        )
-        self.prompt = torch.zeros(len(prompts), vocab, dtype=torch.bool, device=device)
-        for row, prompt in zip(self.prompt, prompts, strict=True):
-            row[torch.tensor(prompt, device=device)] = True
-        self.counts = torch.zeros(len(prompts), vocab, dtype=torch.int32, device=device)  # of the output
-        for row, output in zip(self.counts, outputs or (), strict=False):
-            row += torch.tensor(output, dtype=torch.int64, device=device).bincount(minlength=vocab)
+        names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+        self.repetition, self.presence, self.frequency = map(column, names)
+        self.prompt = torch.zeros(len(rows), vocab, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(len(rows), vocab, dtype=torch.int32, device=device)  # of the output
+        for row, prompt, counts in zip(rows, self.prompt, self.counts, strict=True):
+            prompt[torch.tensor(row.prompt, device=device)] = True
+            counts += torch.tensor(row.tokens, dtype=torch.int64, device=device).bincount(minlength=vocab)
 
     def add(self, tokens: Tensor, n: Tensor) -> None:
         """Count the first n [B] of tokens [B,P] as output."""

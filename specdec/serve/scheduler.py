@@ -120,7 +120,7 @@ class Scheduler:
 
     def _check(self, job: Job) -> None:
         target = self.engine.target
-        size = {"vocab": target.config.vocab, "context": self.room}
+        size: dict[str, Any] = {"vocab": target.config.vocab, "context": self.room}
         make_sequence(job.prompt, job.max_new_tokens, job.sampling, job.seed, None, None, frozenset(), **size)
 
     # The engine's thread

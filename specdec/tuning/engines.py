@@ -247,7 +247,7 @@ def engine_costs(engine: Engine, workload: Workload, recalibrate: bool = False) 
     return cached_costs(who, lambda: measure_engine(engine, workload), recalibrate)
 
 
-def measure_engine(engine: Engine, workload: Workload, repeats: int = REPEATS) -> tuple[Costs, bool]:
+def measure_engine(engine: Engine, workload: Workload) -> tuple[Costs, bool]:
     """Time rounds of 1, 2, 4, ... rows, with everything that the host does for them.
 
     Also return whether to cache them: not if the machine was busy, or if some rounds were not compiled yet.
@@ -260,7 +260,7 @@ def measure_engine(engine: Engine, workload: Workload, repeats: int = REPEATS) -
         return [Point(kind, rows, CONTEXT, *median(s)) for kind, s in zip(kinds, found, strict=True)]
 
     with workload.begun(engine, len(kinds)):
-        points, busy = measure([partial(run, rows) for rows in workload.widths(engine)], repeats)
+        points, busy = measure([partial(run, rows) for rows in workload.widths(engine)], REPEATS)
     batch = None if engine.graphs is None else engine.graphs.batch
     eager = batch is not None and any(graph.eager for graph in batch.graphs.values())
     if busy:

@@ -29,7 +29,7 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
         raise ValueError(f"verifier must be a name such as match, got {shown(name)}")
     part = None if name in VERIFIERS else own.find("verifier", name)
     if part is not None:
-        return cast(Any, own.make(name, part, Rule, **settings))
+        return cast(Any, own.make(name, part, cast(Any, Rule), **settings))
     known = {f.name: f for f in fields(registry.target("verifier", name))}
     for setting, value in settings.items():
         if setting not in known:

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field
 from math import isnan
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -30,7 +30,7 @@ LAW_TREES = (Chain(3), DynamicTree(3, 2, 8), SampledTree((1, 1, 1)), SampledTree
 class OneInAThousand:
     """A broken rule, to see that the proof finds it: one of a thousand emitted tokens is a draft that was refused."""
 
-    lossless: ClassVar[bool] = True
+    lossless = True
 
     def __init__(self, inner: Verifier, rate: float = 1e-3):
         """Break the rule `inner` for a share `rate` of the emitted tokens."""

@@ -1,6 +1,7 @@
 """Signals: decoded tokens are printed and written, and the exit code is that of the signal. Standard streams
-that are closed, full, or read by nobody."""
+that are closed, full, or read by nobody, and tables that fit their terminal."""
 
+import io
 import json
 import os
 import signal
@@ -11,9 +12,11 @@ from unittest.mock import Mock
 
 import pytest
 from helpers import main_of
+from rich.table import Table
 
-from specdec.cli import generate, session, summary
+from specdec.cli import generate, session, summary, terminal
 from specdec.cli.errors import one_sentence_errors
+from specdec.cli.terminal import console, print_table
 from specdec.engine.trace_files import read_trace
 
 
@@ -194,3 +197,36 @@ def test_what_the_system_refuses_is_one_sentence(capsys):
         main()
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: cannot use /proc/self/mem-that-is-not: No such file or directory\n"
+
+
+# Terminals
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_table_is_no_wider_than_the_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    names = [f"heading{i} and words" for i in range(6)]
+    table, out = Table(*names), io.StringIO()
+    table.add_row(*["12345.678"] * 6)
+    print_table(console(160, file=out), table, names[3:])
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    shown = out.getvalue().count("12345.678")
+    assert shown == {40: 3, 60: 4, 80: 6, 200: 6}[width], "numbers stay whole"
+    assert ("left out" in out.getvalue()) == (shown < 6)
+
+
+def test_the_width_without_a_terminal(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    sizes = []
+
+    def size(stream: int) -> os.terminal_size:
+        if not sizes:
+            raise OSError
+        return os.terminal_size((sizes[0], 24))
+
+    monkeypatch.setattr(os, "get_terminal_size", size)
+    assert terminal.terminal_width() is None
+    assert console(123).width == 123
+    sizes.append(71)  # `| tee` leaves the other streams at the terminal
+    assert terminal.terminal_width() == 71

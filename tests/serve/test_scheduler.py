@@ -10,7 +10,7 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from helpers import MIXED, tiny_drafter, tiny_target
+from helpers import tiny_drafter, tiny_target
 from tape import Tape
 
 from specdec.engine.adaptive import Fixed
@@ -18,6 +18,7 @@ from specdec.engine.engine import Engine
 from specdec.serve.jobs import Delta, Job
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler
+from specdec.structs import Sampling
 from specdec.trees import DynamicTree
 
 EOS = frozenset({4})
@@ -73,10 +74,14 @@ def gives_up(number: int) -> bool:
 def mixed(number: int) -> Heard:
     """The number-th of many jobs that differ in everything."""
     draw = random.Random(number)
+    samplings = (
+        Sampling(), Sampling(0.8), Sampling(1.0, top_k=5), Sampling(1.2, top_p=0.9, repetition_penalty=1.3),
+        Sampling(frequency_penalty=0.7),
+    )  # fmt: skip
     return Heard(
         prompt=[draw.randrange(1, 17) for _ in range(draw.randrange(1, 14))],
         max_new_tokens=15 if gives_up(number) else draw.randrange(1, 16),
-        sampling=MIXED[number % len(MIXED)],
+        sampling=samplings[number % len(samplings)],
         seed=(number, draw.randrange(3)),
         eos=frozenset() if number % 3 else EOS,
         logprobs=number % 4 == 0,

@@ -168,7 +168,10 @@ class Remote:
             try:
                 request = urllib.request.Request(self.root + path, data, headers)
                 with urllib.request.urlopen(request, timeout=self.timeout) as answer:
-                    return _object(answer.read())
+                    content = json.loads(answer.read() or b"{}")
+                if not isinstance(content, dict):
+                    raise ValueError("the answer is no JSON object")
+                return content
             except urllib.error.HTTPError as error:
                 said = _message(error)
                 if error.code not in RETRIED:
@@ -212,13 +215,6 @@ def in_order(function, items: Iterable, at_once: int) -> Iterator:
         finally:
             for future in waiting:
                 future.cancel()
-
-
-def _object(data: bytes) -> dict:
-    content = json.loads(data or b"{}")
-    if not isinstance(content, dict):
-        raise ValueError("the answer is no JSON object")
-    return content
 
 
 def _message(error: urllib.error.HTTPError) -> str:

@@ -127,21 +127,15 @@ def _encode_parts(target: LanguageModel, prompt: Sequence[Mapping[str, str]] | S
             wanted = "a prompt is a text, a list of messages with role and content, or token ids"
             raise ValueError(f"{wanted}, and not {part!r:.60}")
         messages.append(message)
-    if not prompt:
-        raise ValueError("the prompt is empty")
     if target.tokenizer is None or not target.tokenizer.chat_template:
         raise ValueError("messages need a tokenizer with a chat template, and this target's has none: give a text")
-    for message in messages:
-        check_role(message["role"], str(target.tokenizer.chat_template))
+    template = str(target.tokenizer.chat_template)
+    for role in (message["role"] for message in messages):
+        if role not in SPEAKERS and f"'{role}'" not in template and f'"{role}"' not in template:
+            near = ROLES.get(role.lower()) or next(iter(get_close_matches(role, SPEAKERS)), None)
+            meant = f"; did you mean {near!r}?" if near else ""
+            raise ValueError(f"a message's role must be one of {', '.join(SPEAKERS)}, got {role!r}{meant}")
     return encode_chat(target, [message | {"content": clean(message["content"])} for message in messages])
-
-
-def check_role(role: str, template: str) -> None:
-    """Raise ValueError for a role that neither OpenAI's messages nor the chat template know."""
-    if role not in SPEAKERS and f"'{role}'" not in template and f'"{role}"' not in template:
-        near = ROLES.get(role.lower()) or next(iter(get_close_matches(role, SPEAKERS)), None)
-        meant = f"; did you mean {near!r}?" if near else ""
-        raise ValueError(f"a message's role must be one of {', '.join(SPEAKERS)}, got {role!r}{meant}")
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -156,7 +156,8 @@ def put_in_place(path: Path) -> None:
     """Give the file at `partial_path(path)` its name. Raises OSError."""
     _sync(partial_path(path))
     os.replace(partial_path(path), path)
-    _sync_names(path.parent)
+    with suppress(OSError):  # some file systems cannot
+        _sync(path.parent)
 
 
 def check_replaceable(folder: Path, files: Collection[str], kind: str) -> None:
@@ -197,7 +198,8 @@ def _exchange(folder: Path, new: Path, old: Path) -> None:
         if old.exists():
             old.rename(folder)
         raise
-    _sync_names(folder.parent)
+    with suppress(OSError):
+        _sync(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -208,12 +210,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _sync_names(folder: Path) -> None:
-    """Make a rename outlive a power cut, on file systems that can."""
-    with suppress(OSError):
-        _sync(folder)
 
 
 @contextmanager

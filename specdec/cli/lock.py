@@ -27,7 +27,9 @@ def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> It
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-        _sign(path, out)
+        if path.stat().st_size:
+            print(f"note: {_owner(path)}, which wrote {out}, has ended; this process goes on", file=sys.stderr)
+        path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     except Timeout:
         owner = _owner(path)
         raise ValueError(f"{out} is being written by {owner}: wait for it, end it, or choose another place") from None
@@ -49,10 +51,3 @@ def _owner(path: Path) -> str:
         return f"process {owner['pid']} on {owner['host']}"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
-
-
-def _sign(path: Path, out: Path) -> None:
-    """Write the owner into the lock file, and report an owner that ended without releasing it."""
-    if path.stat().st_size:
-        print(f"note: {_owner(path)}, which wrote {out}, has ended; this process goes on", file=sys.stderr)
-    path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))

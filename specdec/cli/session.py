@@ -105,7 +105,13 @@ class Session:
         args = self.args
         if args.show_trees and not asked:
             return
-        why = _obstacle(self)
+        why = None
+        if args.tp_plan is not None:
+            why = "it goes by measured times, which differ between processes that share a target"
+        elif self.drafter.acceptance is None:
+            why = "this drafter has no acceptance.json; `specdec tune tree --keep` writes it"
+        elif not isinstance(self.verifier, SampleAndMatch):
+            why = f"acceptance was measured with the rule match, and not with {in_words(self.verifier)}"
         if why is not None:
             if asked:
                 raise ValueError(f"--tree auto cannot choose: {why}")
@@ -163,17 +169,6 @@ def _encoded(target: LanguageModel, prompts: Sequence[str], raw: bool) -> list[l
             where = f" (prompt {number} of {len(prompts)})" if len(prompts) > 1 else ""
             raise ValueError(f"{error}{where}") from None
     return found
-
-
-def _obstacle(session: Session) -> str | None:
-    """Why no tree can be chosen by measured acceptance, or None."""
-    if session.args.tp_plan is not None:
-        return "it goes by measured times, which differ between processes that share a target"
-    if session.drafter.acceptance is None:
-        return "this drafter has no acceptance.json; `specdec tune tree --keep` writes it"
-    if not isinstance(session.verifier, SampleAndMatch):
-        return f"acceptance was measured with the rule match, and not with {in_words(session.verifier)}"
-    return None
 
 
 @dataclass

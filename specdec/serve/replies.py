@@ -147,12 +147,12 @@ class Reply:
         completion = sum(choice.count for choice in self.choices)
         total = self.prompt_tokens + completion
         used = {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": total}
-        return used | ({"prompt_tokens_details": {"cached_tokens": self._cached()}} if self.prompt_details else {})
-
-    def _cached(self) -> int:
-        """Of each prompt as its first choice found it, as the prompts are counted once too."""
+        if not self.prompt_details:
+            return used
+        # Of each prompt as its first choice found it, as the prompts are counted once too.
         first = {id(choice.job.prompt): choice.job for choice in reversed(self.choices)}
-        return sum(job.sequence.cached for job in first.values() if job.sequence is not None)
+        cached = sum(job.sequence.cached for job in first.values() if job.sequence is not None)
+        return used | {"prompt_tokens_details": {"cached_tokens": cached}}
 
     def whole(self) -> dict:
         """The answer that is not streamed."""

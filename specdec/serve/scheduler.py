@@ -159,14 +159,11 @@ class Scheduler:
             if self.observer is not None:
                 self.observer(report)
             self._tell(report)
-        self._clock(report is not None and not (report.prefill or report.captured))
-        return True
-
-    def _clock(self, is_round: bool) -> None:
-        """Report to an adaptive policy how long a round took, including the work between two rounds."""
         before, self.since = self.since, time.perf_counter()
+        is_round = report is not None and not (report.prefill or report.captured)
         if is_round and before is not None and self.engine.adaptive is not None:
-            self.engine.adaptive.took(self.since - before)
+            self.engine.adaptive.took(self.since - before)  # with the work between two rounds
+        return True
 
     def _take_leaving(self) -> list[tuple[Job, str, int]]:
         """Remove the jobs that end now, with the lock held. Returns each with message and status; '' if cancelled."""

@@ -138,12 +138,6 @@ def test_wrong_words_are_one_sentence(words, named, tmp_path, monkeypatch):
     assert named in refused(main, *words.split())
 
 
-def test_completion_shows_every_option():
-    options = inspect.signature(specdec.api.generate).parameters
-    assert {"temperature", "top_p", "topk", "steps", "num_draft_tokens", "stop", "seed"} <= options.keys()
-    assert not any(one.kind is one.VAR_KEYWORD for one in options.values())
-
-
 def test_a_tree_by_its_numbers(target, drafter):
     how = {"max_new_tokens": np.int64(8), "temperature": np.float64(0.5), "seed": 3}
     same = [specdec.generate(target, HI, drafter, tree=(2, 3, 5), **how)]

@@ -170,6 +170,7 @@ def test_arguments_of_generate_are_the_fields_of_sampling():
     known = inspect.signature(api.generate).parameters
     assert list(SamplingWords.__annotations__) == [f.name for f in fields(api.Sampling)]
     assert set(SamplingWords.__annotations__) <= set(known)
+    assert not any(one.kind is one.VAR_KEYWORD for one in known.values())  # so completion shows every option
 
 
 def test_the_table_of_flags_has_the_choices_of_the_code():

@@ -307,8 +307,6 @@ def absolute_ids(folder):
 BROKEN = {
     "no weights": ("target", lambda f: (f / "model.safetensors").unlink(), "it has no safetensors"),
     "no config": ("target", lambda f: (f / "config.json").unlink(), "it has no config.json"),
-    "missing": ("target", lambda f: edit_tensors(f, "model.norm.weight"), "lacks the tensor model.norm.weight"),
-    "extra": ("target", lambda f: edit_tensors(f, extra=torch.ones(1)), "holds the tensor extra"),
     "shape": ("target", lambda f: edit_config(f, intermediate_size=88), "config.json gives 88 for intermediate_size"),
     "hidden size": ("draft", lambda f: edit_config(f, hidden_size=60), "hidden size is 60, the target's is 48"),
     "vocabulary": ("draft", lambda f: edit_config(f, vocab_size=1000), "vocabulary of 1000, the target's is"),

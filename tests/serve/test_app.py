@@ -96,8 +96,9 @@ async def test_n_and_seeds_and_prompts_of_ids(server):
 
 @served()
 async def test_log_probabilities(server):
+    """Of a chat: those of the tokens and of the most likely ones, best first. At temperature 0 the token is the first."""
     expected = solo(server.target, HELLO, 12)
-    asked = {"messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "logprobs": True}
+    asked = {"messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3}
     whole = (await server.post(CHAT, **asked))["choices"][0]["logprobs"]["content"]
     streamed = [entry for e in await server.stream(CHAT, **asked) for entry in e["choices"][0]["logprobs"]["content"]]
     assert streamed == whole
@@ -107,38 +108,30 @@ async def test_log_probabilities(server):
     special = server.target.tokenizer.all_special_ids
     shown = [entry["bytes"] for entry, token in zip(whole, expected.ids, strict=True) if token not in special]
     assert bytes(byte for part in shown for byte in part).decode(errors="replace") == expected.text
-    plain = await server.post(TEXT, prompt="The", max_tokens=9, temperature=0, logprobs=0)
-    seen = plain["choices"][0]["logprobs"]
-    assert seen["text_offset"] == sorted(seen["text_offset"])
-    for token, offset in zip(seen["tokens"], seen["text_offset"], strict=True):
-        assert token.startswith("bytes:") or plain["choices"][0]["text"][offset:].startswith(token)
-    streamed = [e["choices"][0]["logprobs"] for e in await server.stream(
-        TEXT, prompt="The", max_tokens=9, temperature=0, logprobs=0, stream_options={"continuous_usage_stats": True}
-    )]  # fmt: skip
-    assert [x for part in streamed for x in part["text_offset"]] == seen["text_offset"]
-
-
-@served()
-async def test_the_likeliest_tokens_are_reported(server):
-    """Best first. At temperature 0 the emitted token is the first; of a completion a drawn token comes last, unless it
-    is among them."""
-    asked = {"messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3}
-    whole = (await server.post(CHAT, **asked))["choices"][0]["logprobs"]["content"]
-    streamed = [entry for e in await server.stream(CHAT, **asked) for entry in e["choices"][0]["logprobs"]["content"]]
-    assert streamed == whole
     for entry in whole:
         seen = entry["top_logprobs"]
         assert len(seen) == 3
         assert seen[0] == {name: entry[name] for name in ("token", "logprob", "bytes")}
         assert [x["logprob"] for x in seen] == sorted((x["logprob"] for x in seen), reverse=True)
+
+
+@served()
+async def test_log_probabilities_of_completions(server):
+    """A drawn token comes last, unless it is among the most likely ones."""
     drawn = {"prompt": "The", "max_tokens": 9, "temperature": 1.5, "seed": 3, "logprobs": 2}
-    seen = (await server.post(TEXT, **drawn))["choices"][0]["logprobs"]
+    (choice,) = (await server.post(TEXT, **drawn))["choices"]
+    seen = choice["logprobs"]
+    assert seen["text_offset"] == sorted(seen["text_offset"])
+    for token, offset in zip(seen["tokens"], seen["text_offset"], strict=True):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
     for token, logprob, likely in zip(seen["tokens"], seen["token_logprobs"], seen["top_logprobs"], strict=True):
         assert likely[token] >= logprob
         assert len(likely) <= 3
         assert max(likely.values()) == next(iter(likely.values()))
-    streamed = [e["choices"][0]["logprobs"] for e in await server.stream(TEXT, **drawn)]
-    assert [x for part in streamed for x in part["top_logprobs"]] == seen["top_logprobs"]
+    usage = {"stream_options": {"continuous_usage_stats": True}}
+    streamed = [e["choices"][0]["logprobs"] for e in await server.stream(TEXT, **drawn, **usage)]
+    for name in ("top_logprobs", "text_offset"):
+        assert [x for part in streamed for x in part[name]] == seen[name]
 
 
 async def one_of_many(server, number: int, gate: asyncio.Semaphore) -> dict:

@@ -8,10 +8,8 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from clients import CHAT, TEXT, serve, served, solo
+from clients import CHAT, TEXT, served, solo
 
-from specdec.drafters.formats import load_drafter
-from specdec.model.loader import load_target
 from specdec.sampling.json_grammar import TextMatcher
 
 ASKED = {"messages": [{"role": "user", "content": "Yes?"}], "max_tokens": 60, "temperature": 0.9}
@@ -85,14 +83,3 @@ async def test_a_grammar_that_gives_up_ends_its_request_only(server, monkeypatch
     )
     expected = solo(server.target, ASKED["messages"], 60, seed=(7, 0), temperature=0.9)
     assert free["choices"][0]["message"]["content"] == expected.text
-
-
-def test_a_server_without_the_library_says_so(target_path, drafter_path, monkeypatch):
-    """A target of its own, as grammars are cached for each target."""
-    target = load_target(target_path)
-    monkeypatch.setattr("specdec.sampling.json_grammar.find_spec", lambda name: None)
-
-    async def use(server):
-        await server.refused(400, "llguidance", FORM, path=CHAT, json=ASKED | {FORM: {"type": "json_object"}})
-
-    serve((target, load_drafter(drafter_path, target)), use)

@@ -2,13 +2,11 @@
 
 import json
 import math
-import re
 import shutil
 import statistics
 import subprocess
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -214,14 +212,6 @@ def test_a_text_is_json_of_a_schema(demo, schema):
     schema.write_text('{"type": "arrey"}')
     with pytest.raises(SystemExit):
         demo("--json-schema", str(schema))
-
-
-def test_answers_of_a_chat_are_json_of_a_schema(capsys, monkeypatch, schema):
-    monkeypatch.setattr("builtins.input", Mock(side_effect=["Hello!", "Again.", EOFError]))
-    main_of("generate")(["--chat", "--max-new-tokens", "24", "--json-schema", str(schema)])
-    answers = re.findall(r"^\[\s*\".*\]$", capsys.readouterr().out, re.MULTILINE)
-    assert len(answers) == 2
-    assert all(set(json.loads(answer)) <= {"sea", "sky"} for answer in answers)
 
 
 def test_penalties_and_logprobs(demo):

@@ -96,7 +96,7 @@ async def test_n_and_seeds_and_prompts_of_ids(server):
 
 @served()
 async def test_log_probabilities(server):
-    """Of a chat: those of the tokens and of the most likely ones, best first. At temperature 0 the token is the first."""
+    """Of a chat: those of the tokens, and of the most likely ones, best first: at temperature 0 the token itself."""
     expected = solo(server.target, HELLO, 12)
     asked = {"messages": HELLO, "max_completion_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 3}
     whole = (await server.post(CHAT, **asked))["choices"][0]["logprobs"]["content"]

@@ -54,13 +54,8 @@ def make_app(
     api_key: the bearer token that the paths of the model need: /v1 and the tokenizer. hosts: names in the `Host` header
     that are answered. origins: other web pages that may call it. Of these two '*' is any.
     """
-
-    @asynccontextmanager
-    async def life(_):
-        async with running(service.scheduler):
-            yield
-
-    app = FastAPI(title="specdec", version=__version__, lifespan=life, docs_url=None, redoc_url=None, openapi_url=None)
+    pages: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
+    app = FastAPI(title="specdec", version=__version__, lifespan=lambda _: running(service.scheduler), **pages)
     _add_errors(app, service)
     _add_callers(app, hosts, origins)
     _add_state(app, service)

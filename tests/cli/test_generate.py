@@ -242,14 +242,6 @@ def test_sampled_answers_do_not_depend_on_the_batch_or_the_draft(run, tmp_path):
     assert "drawn children need a tree that knows" in refused(run, *flags, "--children", "drawn")
 
 
-def test_context_ends_the_text(run):
-    code, out, _ = run("--prompt", "fox " * 20, "--max-new-tokens", 500, "--compare", "--json")
-    result = last_json(out)
-    assert code == 0
-    assert result["identical"] is True
-    assert result["finish"] == "context"
-
-
 @pytest.mark.parametrize(
     ("args", "message"),
     [

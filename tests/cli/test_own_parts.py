@@ -144,12 +144,8 @@ def test_a_tree_that_contradicts_itself_is_refused_before_it_changes_the_text(pa
 
 def test_a_run_with_own_parts_leaves_a_drafter_that_needs_them(parts, target_path, tmp_path):
     words = train_words(target_path, parts, tmp_path / "run")
-    mine = [
-        f'drafter="{parts}/my.py:head"',
-        "drafter.init=random",
-        f'objective="{parts}/my.py:Twice"',
-        "objective.steps=3",
-    ]
+    mine = [f'drafter="{parts}/my.py:head"', "drafter.init=random", f'objective="{parts}/my.py:Twice"']
+    mine.append("objective.steps=3")
     done = run_here(train_main, *words, *mine)
     assert done.returncode == 0, done.stderr
     assert load_drafter(tmp_path / "run" / "draft", specdec.load_target(target_path)).taps == (1, 2, 3)
@@ -191,19 +187,16 @@ def test_entry_points_of_an_installed_package(target_path, tmp_path, monkeypatch
         specdec.parse_tree("smal")
 
 
-def test_names():
+def test_names(parts):
+    rule = specdec.make_verifier(f"{parts}/my.py:Lenient")
+    assert own.digest(rule) == own.digest(f"{parts}/my.py:wide") != ""
+    assert own.digest(specdec.make_verifier("match")) == own.digest("ngram") == ""
     assert own.split("a b/my.py:create:runs/x:y") == ("a b/my.py:create", "runs/x:y")
     assert own.split("demo/mtp") == ("demo/mtp", None)
     assert own.short("../x/my.py:create") == "my.py:create"
     assert not own.is_own("my.pyx")
     assert not own.is_own("ngram:suffix")
     assert Path(own.split("my.py:create:~/x")[1]) == Path("~/x")
-
-
-def test_what_an_own_part_depends_on(parts):
-    rule = specdec.make_verifier(f"{parts}/my.py:Lenient")
-    assert own.digest(rule) == own.digest(f"{parts}/my.py:wide") != ""
-    assert own.digest(specdec.make_verifier("match")) == own.digest("ngram") == ""
 
 
 # One of each kind, in a checkout: these files, and a field of `Sampling`

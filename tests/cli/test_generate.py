@@ -24,9 +24,9 @@ def run(target_path, drafter_path, capsys):
     """Call the command with the tiny pair; returns (exit code, standard output, standard error)."""
 
     def call(*args, target=target_path, draft=drafter_path):
-        models = ["--target", str(target)] + (["--draft", str(draft)] if draft else [])
+        models = [*(("--target", target) if target else ()), *(("--draft", draft) if draft else ())]
         try:
-            main_of("generate")([*models, *map(str, args)])
+            main_of("generate")([*map(str, (*models, *args))])
             code = 0
         except SystemExit as stop:
             code = stop.code
@@ -36,8 +36,22 @@ def run(target_path, drafter_path, capsys):
     return call
 
 
-def last_json(out: str) -> dict:
-    return json.loads(out.rstrip("\n").split("\n")[-1])
+@pytest.fixture
+def found(run):
+    """Call it with --json, where it must end well, with the plain text if there is one; returns the object and what was
+    on the screen before."""
+
+    def call(*args, prompt="The quick", **models) -> dict:
+        given = () if "--prompts" in args else ("--prompt", prompt)
+        code, out, err = run(*given, *args, "--json", **models)
+        assert code == 0, err
+        screen, _, last = out.rstrip("\n").rpartition("\n")
+        result = json.loads(last) | {"screen": screen}
+        assert ("identical" in result) == ("--compare" in args)
+        assert result.get("identical", True) is True
+        return result
+
+    return call
 
 
 def refused(run, *args, **models) -> str:
@@ -48,23 +62,18 @@ def refused(run, *args, **models) -> str:
     return err
 
 
-def test_json_has_what_is_promised(run):
-    code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json")
-    result = last_json(out)
-    assert code == 0
-    assert result["identical"] is True
+def test_json_has_what_is_promised(found):
+    result = found("--max-new-tokens", 20, "--compare")
     assert len(result["token_ids"]) == result["num_tokens"] <= 20
     assert result["tau"] == pytest.approx((result["num_tokens"] - 1) / result["rounds"])
     assert len(result["acceptance_by_depth"]) == 3  # the default on a CPU of a drafter without acceptance.json
     assert isinstance(result["text"], str)
 
 
-def test_compare_takes_turns_until_the_time_is_long_enough(run, monkeypatch):
+def test_compare_takes_turns_until_the_time_is_long_enough(found, run, monkeypatch):
     for enough, turns in ((0, 1), (math.inf, session.PASSES)):
         monkeypatch.setattr(session, "LONG_ENOUGH", enough)
-        code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 8, "--compare", "--json")
-        result = last_json(out)
-        assert code == 0
+        result = found("--max-new-tokens", 8, "--compare")
         assert len(result["speedups"]) == turns
         assert result["speedup"] == statistics.median(result["speedups"])
         assert result["speedup"] == pytest.approx(result["tokens_per_second"] / result["baseline_tokens_per_second"])
@@ -72,24 +81,19 @@ def test_compare_takes_turns_until_the_time_is_long_enough(run, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", ["--token-map MAP", "--draft-dtype bf16", "--draft-dtype int8"])
-def test_settings_of_the_drafter_change_no_text(run, tmp_path, flags):
+def test_settings_of_the_drafter_change_no_text(found, tmp_path, flags):
     (tmp_path / "map.json").write_text(json.dumps(list(range(40))))
     words = flags.replace("MAP", str(tmp_path / "map.json")).split()
-    code, out, _ = run("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json", *words)
-    assert code == 0
-    assert last_json(out)["identical"] is True
-    assert ("tokens to propose" in last_json(out)["drafter"].get("token map", "")) == ("MAP" in flags)
+    result = found("--max-new-tokens", 20, "--compare", *words)
+    assert ("tokens to propose" in result["drafter"].get("token map", "")) == ("MAP" in flags)
 
 
-def test_products_may_be_less_exact(run, matmul_precision):
-    flags = ("--prompt", "The quick", "--max-new-tokens", 20, "--compare", "--json")
-    code, out, _ = run(*flags, "--matmul-precision", "medium")
-    assert code == 0
-    assert last_json(out)["identical"] is True
-    assert last_json(out)["matmul_precision"] == "medium"
-    assert "products: medium precision" in run(*flags[:-1])[1]
+def test_products_may_be_less_exact(found, run, matmul_precision):
+    flags = ("--max-new-tokens", 20, "--compare", "--matmul-precision")
+    assert found(*flags, "medium")["matmul_precision"] == "medium"
+    assert "products: medium precision" in run("--prompt", "The quick", *flags, "medium")[1]
     assert machine(torch.device("cpu"))["matmul_precision"] == "medium"  # costs are cached for each precision
-    assert "invalid choice: 'bf16' (choose from 'highest', 'high'" in run(*flags, "--matmul-precision", "bf16")[2]
+    assert "invalid choice: 'bf16' (choose from 'highest', 'high'" in run(*flags, "bf16")[2]
 
 
 def test_summary_and_trees(run):
@@ -123,18 +127,15 @@ ODD = (
 
 
 @pytest.mark.parametrize("prompt", ODD)
-def test_any_characters(run, prompt):
-    code, out, err = run("--prompt", prompt, "--max-new-tokens", 4, "--json")
-    assert code == 0, err
-    assert last_json(out)["num_tokens"] >= 1
+def test_any_characters(found, prompt):
+    assert found("--max-new-tokens", 4, prompt=prompt)["num_tokens"] >= 1
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_streamed_text_is_the_final_text(run, seed):
+def test_streamed_text_is_the_final_text(found, seed):
     """Sampled from a random model: most tokens are parts of characters, which come in pieces or not at all."""
-    code, out, _ = run("--prompt", "日本語 Café", "--max-new-tokens", 60, "--temperature", 1, "--seed", seed, "--json")
-    assert code == 0
-    assert "\n".join(out.rstrip("\n").split("\n")[:-1]) == last_json(out)["text"]
+    result = found("--max-new-tokens", 60, "--temperature", 1, "--seed", seed, prompt="日本語 Café")
+    assert result["screen"] == result["text"]
 
 
 def test_one_token_has_no_speed(run):
@@ -143,19 +144,16 @@ def test_one_token_has_no_speed(run):
     assert "speculative to plain: -" in out
 
 
-def test_drafters_without_training_and_a_tree_from_a_file(run, tmp_path, target_path):
+def test_drafters_without_training_and_a_tree_from_a_file(found, tmp_path, target_path):
     tree = tmp_path / "tree.yaml"
     tree.write_text("paths: [[0], [1], [0, 0], [0, 0, 0]]")
     for draft in ("ngram", "ngram:suffix", target_path):
-        code, out, err = run("--prompt", "The fox", "--tree", tree, "--compare", "--json", draft=draft)
-        assert code == 0, err
-        result = last_json(out)
-        assert result["identical"] is True
+        result = found("--tree", tree, "--compare", prompt="The fox", draft=draft)
         assert len(result["acceptance_by_depth"]) == 3
     assert result["acceptance_by_depth"][0] > 0.9, "the target as its own drafter"
 
 
-def test_prompt_files_and_batches_agree(run, tmp_path):
+def test_prompt_files_and_batches_agree(found, tmp_path):
     prompts = ["The quick brown", "What is 12?", "日本語", "It is"]
     rows = [
         {"prompt": prompts[0]}, {"turns": [prompts[1], "x"]},
@@ -166,79 +164,55 @@ def test_prompt_files_and_batches_agree(run, tmp_path):
     text.write_text("\n".join(prompts), encoding="utf-8")
     lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
     results = [
-        last_json(run("--prompts", file, "--max-new-tokens", 12, "--batch-size", size, "--json")[1])["token_ids"]
+        found("--prompts", file, "--max-new-tokens", 12, "--batch-size", size)["token_ids"]
         for file, size in ((text, 1), (text, 2), (lines, 1), (lines, 3))
     ]
     assert all(result == results[0] for result in results)
     assert len(results[0]) == 4
-    limited = run("--prompts", text, "--max-new-tokens", 12, "--limit", 2, "--json")[1]
-    assert last_json(limited)["token_ids"] == results[0][:2]
+    assert found("--prompts", text, "--max-new-tokens", 12, "--limit", 2)["token_ids"] == results[0][:2]
 
 
-@pytest.fixture
-def demo(capsys):
-    """The command with the bundled pair."""
-
-    def call(*args):
-        main_of("generate")(["--prompt", "Write a poem.", "--max-new-tokens", "24", *args])
-        return capsys.readouterr().out
-
-    return call
+# The bundled pair
+DEMO = {"target": None, "draft": None, "prompt": "Write a poem."}
 
 
-def test_a_stop_string_ends_text_and_screen(demo):
-    text = last_json(demo("--json"))["text"]
+def test_a_stop_string_ends_text_and_screen(found):
+    text = found("--max-new-tokens", 24, **DEMO)["text"]
     word = text.split()[3]
-    out = demo("--stop", "never said", "--stop", word, "--compare", "--json")
-    result = last_json(out)
+    result = found("--max-new-tokens", 24, "--stop", "never said", "--stop", word, "--compare", **DEMO)
     assert result["finish"] == "stop"
-    assert result["identical"] is True
-    assert result["text"] == text[: text.index(word)]
-    assert out.rsplit("\n", 2)[0] == result["text"]
+    assert result["text"] == result["screen"] == text[: text.index(word)]
 
 
-@pytest.fixture
-def schema(tmp_path):
+def test_a_text_is_json_of_a_schema(found, run, tmp_path):
     pytest.importorskip("llguidance")
     file = tmp_path / "schema.json"
     file.write_text('{"type": "array", "items": {"enum": ["sea", "sky"]}, "minItems": 2, "maxItems": 2}')
-    return file
-
-
-def test_a_text_is_json_of_a_schema(demo, schema):
-    result = last_json(demo("--json-schema", str(schema), "--compare", "--json"))
-    assert result["identical"] is True
+    result = found("--max-new-tokens", 24, "--json-schema", file, "--compare", **DEMO)
     assert set(json.loads(result["text"])) <= {"sea", "sky"}
-    schema.write_text('{"type": "arrey"}')
-    with pytest.raises(SystemExit):
-        demo("--json-schema", str(schema))
+    file.write_text('{"type": "arrey"}')
+    assert run("--prompt", "x", "--json-schema", file)[0] == 2
 
 
-def test_penalties_and_logprobs(demo):
-    without = last_json(demo("--json"))
+def test_penalties_and_logprobs(found):
+    without = found("--max-new-tokens", 24, **DEMO)
     assert "logprobs" not in without
     penalties = ("--repetition-penalty", "2", "--presence-penalty", "1", "--frequency-penalty", "0.5")
-    result = last_json(demo(*penalties, "--compare", "--logprobs", "--json"))
-    assert result["identical"] is True
+    result = found("--max-new-tokens", 24, *penalties, "--compare", "--logprobs", **DEMO)
     assert result["token_ids"] != without["token_ids"]
     assert len(result["logprobs"]) == len(result["token_ids"])
     assert max(result["logprobs"]) <= 0
 
 
-def test_sampled_answers_do_not_depend_on_the_batch_or_the_draft(run, tmp_path):
+def test_sampled_answers_do_not_depend_on_the_batch_or_the_draft(found, run, tmp_path):
     """Nor on the children, and `--compare` says so."""
     (tmp_path / "prompts.txt").write_text("The quick\nWhat is\nEin\nThe lazy dog\n")
     flags = ("--prompts", tmp_path / "prompts.txt", "--temperature", 0.9, "--top-p", 0.95, "--max-new-tokens", 12)
-    reported = []
-    for more in ((), ("--batch-size", 3), ("--topk", 1), ("--children", "likeliest"), ("--no-draft",)):
-        how = {"draft": None} if "--no-draft" in more else {}
-        code, out, err = run(*flags, *more, *(() if how else ("--compare",)), "--json", **how)
-        assert code == 0, err
-        result = last_json(out)
-        assert result.get("identical", True) is True
-        reported.append(result["token_ids"])
+    ways = ("--compare",), ("--batch-size", 3), ("--topk", 1, "--compare"), ("--children", "likeliest", "--compare")
+    reported = [found(*flags, *more)["token_ids"] for more in ways]
+    reported.append(found(*flags, "--no-draft", draft=None)["token_ids"])
     assert reported == [reported[0]] * 5
-    assert last_json(run(*flags, "--seed", 1, "--json")[1])["token_ids"] != reported[0]
+    assert found(*flags, "--seed", 1)["token_ids"] != reported[0]
     assert "drawn children need a tree that knows" in refused(run, *flags, "--children", "drawn")
 
 

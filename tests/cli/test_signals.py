@@ -35,18 +35,24 @@ def in_round(monkeypatch, which: int, act) -> None:
     monkeypatch.setattr(session.Screen, "__call__", call)
 
 
+@pytest.fixture
+def decode(target_path, drafter_path, tmp_path):
+    """Call the command with the tiny pair, and write the trace to the folder t."""
+    pair = ["--target", str(target_path), "--draft", str(drafter_path), "--trace", str(tmp_path / "t")]
+    return lambda *words: main_of("generate")([*pair, *words])
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_generate_keeps_what_was_done(number, code, target_path, drafter_path, tmp_path, monkeypatch, capsys):
+def test_generate_keeps_what_was_done(number, code, decode, tmp_path, monkeypatch, capsys):
     (tmp_path / "p.txt").write_text("The quick\nWhat is\nEin Café\n")
     before = signal.getsignal(number)
-    pair = ["--target", str(target_path), "--draft", str(drafter_path), "--steps", "2", "--compare", "--json"]
-    words = ["--prompts", str(tmp_path / "p.txt"), "--trace", str(tmp_path / "t"), "--max-new-tokens", "12"]
-    main_of("generate")([*pair, *words])
+    words = "--prompts", str(tmp_path / "p.txt"), "--steps", "2", "--compare", "--json", "--max-new-tokens", "12"
+    decode(*words)
     whole = json.loads(capsys.readouterr().out.splitlines()[-1])
     reports = sum(len(row.rounds) + 1 for row in read_trace(tmp_path / "t").rows[:1]) + 2
     in_round(monkeypatch, reports, lambda: os.kill(os.getpid(), number))
     with pytest.raises(SystemExit) as stopped:
-        main_of("generate")([*pair, *words])
+        decode(*words)
     said = capsys.readouterr()
     assert stopped.value.code == code
     assert signal.getsignal(number) is before
@@ -63,14 +69,13 @@ def test_generate_keeps_what_was_done(number, code, target_path, drafter_path, t
     assert rows[1].finish == "abort"
 
 
-def test_a_reader_that_goes_away_loses_no_trace(target_path, drafter_path, tmp_path, monkeypatch):
+def test_a_reader_that_goes_away_loses_no_trace(decode, tmp_path, monkeypatch):
     def gone():
         raise BrokenPipeError
 
     in_round(monkeypatch, 4, gone)
     with pytest.raises(SystemExit) as stopped:
-        main_of("generate")(["--target", str(target_path), "--draft", str(drafter_path), "--prompt", "The quick",
-                  "--steps", "2", "--max-new-tokens", "32", "--trace", str(tmp_path / "t")])  # fmt: skip
+        decode("--prompt", "The quick", "--steps", "2", "--max-new-tokens", "32")
     assert stopped.value.code == 0
     (row,) = read_trace(tmp_path / "t").rows
     assert len(row.rounds) == 2
@@ -94,21 +99,15 @@ def test_how_a_drafter_reads_is_said_in_words(taps, said):
     assert summary._drafter({"family": "F", "taps": taps}, 8) == "; ".join(filter(None, ["drafter: F", said]))
 
 
-def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(
-    target_path, drafter_path, tmp_path, monkeypatch, capsys
-):
+def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(decode, tmp_path, monkeypatch, capsys):
     typed = ["The quick", "", "brown fox", "/rest", "/reset", "What is"]
     seen = []
-    original = generate.encode_chat
-    monkeypatch.setattr(
-        generate, "encode_chat", lambda target, messages: seen.append(list(messages)) or original(target, messages)
-    )
-
+    encode = generate.encode_chat
+    monkeypatch.setattr(generate, "encode_chat", lambda of, turns: seen.append(list(turns)) or encode(of, turns))
     monkeypatch.setattr("builtins.input", Mock(side_effect=[*typed, KeyboardInterrupt]))
     in_round(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit) as stopped:
-        main_of("generate")(["--target", str(target_path), "--draft", str(drafter_path), "--chat", "--max-new-tokens",
-                  "12", "--trace", str(tmp_path / "t")])  # fmt: skip
+        decode("--chat", "--max-new-tokens", "12")
     out = capsys.readouterr().out
     assert stopped.value.code == 130
     assert out.startswith("chat with ")

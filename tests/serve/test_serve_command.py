@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
-from helpers import DRAFTERS, main_of, run_here, tiny_drafter, tiny_target
+from helpers import DRAFTERS, main_of, tiny_drafter, tiny_target
 
 pytest.importorskip("fastapi")
 
@@ -29,11 +31,7 @@ from specdec.serve.serve_command import apart, listen, policy_of, tree_of
 main = main_of("serve")
 
 
-def refused(*words: str) -> str:
-    done = run_here(main, *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
+refused = partial(helpers.refused, main)
 
 
 @pytest.mark.parametrize(

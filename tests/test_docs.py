@@ -36,10 +36,10 @@ import specdec
 from specdec import registry
 from specdec.__main__ import split
 from specdec.cli import checks
+from specdec.cli.checks import with_settings
 from specdec.cli.commands import COMMANDS, OLD, parser_of, with_slots
 from specdec.cli.flags import FLAGS, dashed
 from specdec.cli.hydra_words import hydra_words
-from specdec.cli.settings import with_settings
 from specdec.model.hf_devices import read_map
 from specdec.own import POINTS
 from specdec.serve.protocol import ChatAsk, read

@@ -1,22 +1,32 @@
-"""What flags may not say together, and what can be refused before torch is loaded."""
+"""What flags may not say together, what can be refused before torch is loaded, and settings files.
+
+Every key of a settings file but `report` is a flag of `specdec generate`, with underscores for hyphens. A flag that is
+typed wins over the file. Entries of the file that contradict it are left out: with --topk typed, a tree of the file is.
+"""
 
 import argparse
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from specdec import own, registry
 from specdec.cli.files import check_writable
-from specdec.cli.flags import SAMPLING, dashed
-from specdec.cli.parser import read_flags
+from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE, dashed
+from specdec.cli.parser import Parser, read_flags
 from specdec.cli.reading import open_text
-from specdec.cli.settings import DRAFTING, NOT_A_TREE
 from specdec.model.names import check_place, draft_for
 from specdec.model_settings import ModelSettings
 from specdec.sampling_settings import Sampling
 
+REPORT = "report"
+KINDS = {name: FLAGS[name].kind for name in (*MODELS, *TREE, *RULE, *SAMPLING, "no_draft")}
+NAMED = {int: "a whole number", float: "a number", bool: "true or false"}
+OF_TARGET = {"target", "dtype", "matmul_precision", "device", "allow_nonfinite", "tp_plan", "device_map"}
+DRAFTING = tuple(name for name in (*MODELS, *TREE, *RULE) if name not in OF_TARGET)
+NOT_A_TREE = ("topk", "steps", "num_draft_tokens", "sample_draft")  # what contradicts --tree, which is a whole tree
 DECODE = ("generate", "serve")
 
 # Commands, a flag, those that contradict it, and why.
@@ -151,3 +161,45 @@ def read_part(text: str) -> tuple[int, int]:
     if found is None or int(found[1]) >= int(found[2]):
         raise ValueError(f"--part is K/N, such as 0/4 for the first of 4 parts, and not {text!r}")
     return int(found[1]), int(found[2])
+
+
+def read_settings(path: str | os.PathLike) -> dict:
+    """The entries of a settings file without its report. Raises ValueError, one sentence, for anything else."""
+    entries = registry.read_yaml(path, "settings")
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path} holds no settings: it is not a mapping of names to values")
+    entries.pop(REPORT, None)
+    for name, value in entries.items():
+        if name not in KINDS:
+            raise ValueError(f"{path}: unknown setting {name!r}; known are {', '.join(KINDS)}, and {REPORT}")
+        kind: Any = KINDS[name] if KINDS[name] in NAMED else str
+        taken = (int, float) if kind is float else (kind,)
+        if value is not None and type(value) not in taken:  # a bool would pass for an int
+            raise ValueError(f"{path}: {name} takes {NAMED.get(kind, 'a text')}, and not {value!r}")
+    return entries
+
+
+def with_settings(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line in which --settings FILE is replaced by the flags in the file."""
+    given = parser.parse_args(words)
+    if getattr(given, "settings", None) is None:
+        return given
+    entries = read_settings(given.settings)
+    pairs = [(flag, other) for names, flag, others, _ in CONTRADICTIONS if "generate" in names for other in others]
+    pairs += [("draft", other) for other in MODELS if other not in ("draft", *OF_TARGET)]
+    typed = {name for name in KINDS if getattr(given, name) not in (None, False)}
+    gives_way = {other for flag, other in pairs if flag in typed}
+    gives_way |= {flag for flag, other in pairs if other in typed and flag != "draft"}
+    entries = {key: value for key, value in entries.items() if key not in gives_way}
+    flags = []
+    for name, value in entries.items():
+        flag = dashed(name)
+        if value is True:
+            flags.append(flag)
+        elif value is not None and value is not False:  # 0 is a value, though it is equal to False
+            flags.append(f"{flag}={value}")
+    try:
+        known = vars(parser.parse_args(flags))
+    except ValueError as error:  # of a flag that was not typed
+        raise ValueError(f"{given.settings}: {error}") from None
+    return parser.parse_args(words, argparse.Namespace(**known))

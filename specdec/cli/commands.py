@@ -16,7 +16,6 @@ from specdec import ranks
 from specdec.cli import checks
 from specdec.cli.flags import FLAGS, MODELS, RULE, SAMPLING, TREE, Flag, whole_numbers
 from specdec.cli.parser import Parser, make_parser, with_new_names
-from specdec.cli.settings import with_settings
 
 # fmt: off
 NONE: Mapping = MappingProxyType({})
@@ -207,7 +206,7 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     """Return the checked flags of a command, with its name as `command`. Raises ValueError for wrong ones."""
     command = COMMANDS[name]
     words = with_new_names(f"specdec {name}", words, {**OLD_FLAGS, **command.old})
-    args = with_settings(parser_of(name), with_slots(command, words))
+    args = checks.with_settings(parser_of(name), with_slots(command, words))
     args.command = name
     checks.check(name, args)
     return args

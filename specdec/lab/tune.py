@@ -24,7 +24,7 @@ from rich.table import Table
 from specdec.cli.files import write_text
 from specdec.cli.lock import only_writer
 from specdec.cli.parser import read_flags
-from specdec.cli.settings import REPORT
+from specdec.cli.checks import REPORT
 from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import versions

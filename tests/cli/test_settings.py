@@ -8,9 +8,9 @@ import pytest
 from helpers import main_of, refused
 
 from specdec.api import ModelSettings
+from specdec.cli.checks import KINDS, with_settings
 from specdec.cli.commands import parser_of
 from specdec.cli.reading import check_yaml
-from specdec.cli.settings import KINDS, with_settings
 from specdec.structs import Sampling
 from specdec.trees.spec import TreeSettings
 from specdec.verify import VerifierSettings

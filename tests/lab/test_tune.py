@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import main_of, run_here, tiny_drafter, tiny_target
 
-from specdec.cli.settings import read_settings
+from specdec.cli.checks import read_settings
 from specdec.drafters import ngram
 from specdec.engine.engine import Engine
 from specdec.lab import tune as lab

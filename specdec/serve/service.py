@@ -94,27 +94,17 @@ class DetokenizeAsk(Body):
 
 @dataclass
 class Service:
-    """A model that answers requests by a scheduler. Every method is fast except those that tokenize.
-
-    Attributes:
-        model: The model's name in requests and responses.
-        body_bytes: Of a request at most.
-        choices: Texts of a response at most: prompts times n.
-        stream_interval: Tokens of an event of a stream; None: those of a step.
-        acceptance: Speculation metrics of responses: 'none', 'summary' or 'detailed'.
-        prompt_details: Report the number of cached prompt tokens in usages.
-        speculation: The speculation settings that requests may choose; None: those of the engine.
-    """
+    """A model that answers requests by a scheduler. Every method is fast except those that tokenize."""
 
     target: LanguageModel
     scheduler: Scheduler
-    model: str
-    body_bytes: int = 4 << 20
-    choices: int = 16
-    stream_interval: int | None = None
-    acceptance: str = "none"
-    prompt_details: bool = False
-    speculation: Speculation | None = None
+    model: str  # its name in requests and responses
+    body_bytes: int = 4 << 20  # of a request at most
+    choices: int = 16  # texts of a response at most: prompts times n
+    stream_interval: int | None = None  # tokens of an event of a stream; None: those of a step
+    acceptance: str = "none"  # metrics in responses: none, summary or detailed
+    prompt_details: bool = False  # report the number of cached prompt tokens in usages
+    speculation: Speculation | None = None  # what requests may choose; None: what the engine has
 
     def __post_init__(self) -> None:
         """Check the target. Raises ValueError for one without a tokenizer."""

@@ -334,26 +334,19 @@ def test_one_that_nobody_wants_any_more_leaves_its_row_to_another():
     assert (first.job.sequence.tokens, first.job.sequence.finish) == (first.tokens, "abort")  # not decoded any further
 
 
-def test_what_runs_may_end_and_what_waits_is_reported_when_the_server_stops():
-    target = tiny_target()
+@pytest.mark.parametrize("grace", [300, 0])
+def test_what_runs_may_end_within_the_grace_and_what_waits_is_reported_when_the_server_stops(grace):
     with serving(tiny_engine(), started=False, rows=1) as scheduler:
         runs, waits = (Heard(prompt=[n, 5], max_new_tokens=20, eos=frozenset()) for n in (1, 2))
-        at_first(runs, lambda: scheduler.close(grace=300))
+        at_first(runs, lambda: scheduler.close(grace))
         scheduler.submit([runs.job, waits.job])
         scheduler.start()
         assert (waits.wait().finish, waits.deltas[-1].error) == ("error", "the server stops")
         with pytest.raises(Refusal, match="the server stops"):
             scheduler.submit([Heard(prompt=[1]).job])
-        assert (runs.wait().tokens, runs.finish) == alone(target, runs.job)
-
-
-def test_what_still_runs_when_the_grace_is_over_is_reported():
-    with serving(tiny_engine()) as scheduler:
-        heard = Heard(prompt=[1, 5], max_new_tokens=30, eos=frozenset())
-        at_first(heard, scheduler.close)
-        scheduler.submit([heard.job])
-        assert (heard.wait().finish, heard.deltas[-1].error) == ("error", "the server stops")
-        assert len(heard.tokens) == 1
+        tokens, finish = alone(tiny_target(), runs.job)
+        assert (runs.wait().tokens, runs.finish) == ((tokens, finish) if grace else (tokens[:1], "error"))
+        assert runs.deltas[-1].error == ("" if grace else "the server stops")
         scheduler.join(300)
         assert idle(scheduler)
 

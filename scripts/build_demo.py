@@ -139,12 +139,6 @@ def build_answers(args: argparse.Namespace, work: Path) -> None:
         run("data regenerate", *words, *where, "--max-new-tokens", 160, "--seed", SEED)
 
 
-def train_drafter(name: str, work: Path, overrides: list[str]) -> None:
-    """Train a drafter. A finished run resumes at its last step and ends at once."""
-    words = [f"target.path={work / 'target'}", f"data.path={work / 'answers'}/*.jsonl", f"out={work / name}"]
-    run("train", *words, f"+experiment=grown_{name}", "resume=auto", *overrides)
-
-
 def measure(bench: Path, target, drafter) -> dict[str, float]:
     """Return tau by tree on the first turns of `bench`: greedy, 64 new tokens, at most the steps of the drafter."""
     found = {}
@@ -226,8 +220,9 @@ def main() -> None:
     if not (work / "target").exists():
         build_target(args, work)
     build_answers(args, work)
-    for name in DRAFTERS:
-        train_drafter(name, work, args.overrides)
+    words = [f"target.path={work / 'target'}", f"data.path={work / 'answers'}/*.jsonl", "resume=auto", *args.overrides]
+    for name in DRAFTERS:  # a finished run resumes at its last step and ends at once
+        run("train", *words, f"+experiment=grown_{name}", f"out={work / name}")
     publish(args, work)
 
 

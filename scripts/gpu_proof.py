@@ -197,15 +197,6 @@ def run_stages(stages: list[Stage], head: dict, args: argparse.Namespace) -> lis
     return records
 
 
-def print_records(records: list[dict]) -> None:
-    """Print a table of the stages with their outcomes and times."""
-    table = Table("stage", "outcome", "seconds", "", title="stages")
-    for record in records:
-        remark = record.get("reason") or ("" if record["outcome"] == "done" else record["last_line"][:100])
-        table.add_row(record["stage"], record["outcome"], str(record.get("seconds", "")), remark)
-    console(160).print(table)
-
-
 def arguments() -> argparse.Namespace:
     """Return the parsed flags, with absolute paths. Raises ValueError for bad values."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -245,7 +236,11 @@ def main() -> None:
     output_folder(args.out)
     set_environment(output_folder(args.work))
     records = run_stages(stages, head, args)
-    print_records(records)
+    table = Table("stage", "outcome", "seconds", "", title="stages")
+    for record in records:
+        remark = record.get("reason") or ("" if record["outcome"] == "done" else record["last_line"][:100])
+        table.add_row(record["stage"], record["outcome"], str(record.get("seconds", "")), remark)
+    console(160).print(table)
     outcomes = {record["stage"]: record["outcome"] for record in records}
     print(json.dumps({"out": str(args.out), "outcomes": outcomes}))
     if "failed" in outcomes.values():

@@ -46,20 +46,16 @@ def held_out(conversation: Sequence[Message]) -> bool:
     return int(hashlib.sha256(conversation[0]["content"].encode()).hexdigest(), 16) % 100 == 0
 
 
-def draw_questions(conversations: list[list[Message]], count: int) -> list[Message]:
-    """Draw first messages of users with replacement, in proportion to the length of their answers.
+def prompts_of(conversations: list[list[Message]], count: int) -> list[str]:
+    """Draw `count` first questions, no two alike, in proportion to the length of their answers.
 
     Otherwise a drafter would mostly see one-line dialogues. Raises ValueError without a question and an answer.
     """
     pairs = [c for c in conversations if len(c) > 1 and c[0]["role"] == "user"]
     if not pairs:
         raise ValueError("no conversation of the data begins with a question and an answer")
-    return random.Random(SEED).choices([c[0] for c in pairs], [len(c[1]["content"]) for c in pairs], k=count)
-
-
-def prompts_of(conversations: list[list[Message]], count: int) -> list[str]:
-    """`count` first questions, no two alike."""
-    return list(dict.fromkeys(m["content"] for m in draw_questions(conversations, 2 * count)))[:count]
+    questions, lengths = [c[0]["content"] for c in pairs], [len(c[1]["content"]) for c in pairs]
+    return list(dict.fromkeys(random.Random(SEED).choices(questions, lengths, k=2 * count)))[:count]
 
 
 def short_prompts(tokenizer, prompts: list[str], tokens: int) -> list[str]:

@@ -70,11 +70,6 @@ class Answer:
     wrong: str = ""  # why it is not valid
 
     @property
-    def itls(self) -> list[float]:
-        """Inter-token latencies in seconds."""
-        return [after - before for before, after in pairwise(self.arrivals)]
-
-    @property
     def tpot(self) -> float | None:
         """None for an answer of one token."""
         return (self.arrivals[-1] - self.arrivals[0]) / (self.tokens - 1) if self.tokens > 1 else None
@@ -175,7 +170,7 @@ def figures_of(answers: Sequence[Answer], seconds: float) -> dict:
         "tokens_per_second": tokens / seconds,
         "ttft_ms": spread([1e3 * answer.arrivals[0] for answer in valid]),
         "tpot_ms": tpot,
-        "itl_ms": spread([1e3 * itl for answer in valid for itl in answer.itls]),
+        "itl_ms": spread([1e3 * (b - a) for answer in valid for a, b in pairwise(answer.arrivals)]),
         "e2e_ms": spread([1e3 * answer.seconds for answer in valid]),
         "interactivity": 1e3 / tpot["median"] if tpot and tpot["median"] else None,  # tokens/s of one client
     }

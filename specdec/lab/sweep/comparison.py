@@ -72,15 +72,12 @@ class Comparison:
             said = [f"No drafter pays here: {best.name}, the nearest, is {times}{known}. {remedy}"]
         else:
             said = [f"No drafter is shown to pay: {best.name} came out {times}{known}. Give more prompts. {remedy}"]
-        even = [s.name for s in self.scores if s is not best and known and self._even(best, s)]
-        if even:
+        fastest, others = self.tallies[best.name], [s.name for s in self.scores if s is not best and known]
+        intervals = {name: ratio(fastest, self.tallies[name])[1] for name in others}
+        if even := [name for name, (low, high) in intervals.items() if low <= 1 <= high]:
             said.append(f"No significant difference from it: {', '.join(even)}.")
         few = [f"{best.prompts} prompts are few, and the intervals rough."] if known and best.prompts < FEW else []
         return " ".join([*said, *self._texts(), *few])
-
-    def _even(self, best: Score, other: Score) -> bool:
-        _, (low, high) = ratio(self.tallies[best.name], self.tallies[other.name])
-        return low <= 1 <= high
 
     def _texts(self) -> list[str]:
         lossy = [s.name for s in self.scores if not s.lossless]

@@ -69,7 +69,9 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     for r in current:
         answers = r.pop("answers", None)
         base = plain.get(_conditions(r))
-        if answers is not None and base is not None and _settled(r["settings"]):
+        greedy = not r["settings"]["sampling"].get("temperature")
+        settled = greedy or r["settings"].get("tree", {}).get("verifier") == str(sample_and_match)
+        if answers is not None and base is not None and settled:
             r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
     current.sort(key=_order)
     timings = {r["key"]: times[r["key"]] for r in current}
@@ -90,11 +92,6 @@ def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
 
 def _digest(content: dict) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _settled(settings: dict) -> bool:
-    greedy = not settings["sampling"].get("temperature")
-    return greedy or settings.get("tree", {}).get("verifier") == str(sample_and_match)
 
 
 def _conditions(result: dict) -> str:

@@ -42,15 +42,11 @@ def share_of(points: list[SweepPoint], shard: int, shards: int, rank: int, world
     return points[shard * world + rank :: shards * world]
 
 
-def drafts_of(entries: list[str | dict]) -> list[Draft]:
-    """Drafters that the settings name, each under a name of its own (`own_names`)."""
-    names = own_names(entries, lambda entry, whole: Draft.read(entry, whole).name)
-    return [replace(Draft.read(entry), name=name) for entry, name in zip(entries, names, strict=True)]
-
-
 def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
     """All points that the settings ask for. Raises ValueError for settings that name none."""
-    drafts = drafts_of(as_list(settings["draft"]))
+    entries = as_list(settings["draft"])
+    names = own_names(entries, lambda entry, whole: Draft.read(entry, whole).name)
+    drafts = [replace(Draft.read(entry), name=name) for entry, name in zip(entries, names, strict=True)]
     best = settings["best_tree"]
     if best is not None:
         best = best | {"num_draft_tokens": sorted(set(as_list(settings["num_draft_tokens"])))}

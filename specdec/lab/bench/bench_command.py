@@ -24,7 +24,7 @@ from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.files import check_writable
 from specdec.cli.terminal import console, print_table
 from specdec.lab.bench.bench import Bench, random_prompts, read_configurations, text_prompts
-from specdec.lab.bench.contenders import Ours, of_transformers_by_name
+from specdec.lab.bench.contenders import Contender, Ours, of_transformers_by_name
 from specdec.lab.bench.memory import bandwidth
 from specdec.lab.bench.peers import peers_by_name
 from specdec.lab.bench.random_weights import MARK, SimulatedTau, random_head, random_target, random_transformers
@@ -102,11 +102,12 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
 
     assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
     known = of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
-    for prefix, how in (("compiled-", {"compiled": True}), ("", {})):
-        known = {
-            f"{prefix}plain": partial(Ours, target, **how),
-            f"{prefix}speculative": lambda how=how: Ours(target, make_drafter(), tree, verifier, **how),
-        } | known
+    for prefix, compiled in (("compiled-", True), ("", False)):
+        ours: dict[str, Callable[[], Contender]] = {
+            f"{prefix}plain": partial(Ours, target, compiled=compiled),
+            f"{prefix}speculative": lambda how=compiled: Ours(target, make_drafter(), tree, verifier, how),
+        }
+        known = ours | known
     names = settings["suite"]["contenders"]
     for name in names:
         if name not in known:

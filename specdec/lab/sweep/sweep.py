@@ -65,13 +65,13 @@ class Sweep:
         self.raw, self.template = template_settings(self.target, self.raw, self.thinking)
         target, benchmark = self.target, self.benchmark
         own_settings = ("raw", "template", "sampling", "max_new_tokens", "batch_size", "seed")
-        self.common = {"target": self.target_identity, "benchmark": benchmark.digest()}
+        self.common: dict[str, Any] = {"target": self.target_identity, "benchmark": benchmark.digest()}
         self.common |= {name: getattr(self, name) for name in own_settings} | {"sampling": asdict(self.sampling)}
         self.common |= {"dtype": str(target.dtype).removeprefix("torch.")}
         self.common |= {"matmul_precision": matmul_precision(target.device), "device": target.device.type}
         self.common |= {"decoder": type(target).__name__, "resamples": self.resamples}
         self.common["code"] = code_version() + own.digest(self.verifier)
-        self.names = {"target": Path(target.name).name, "benchmark": benchmark.name}
+        self.names: dict[str, Any] = {"target": Path(target.name).name, "benchmark": benchmark.name}
         self.names |= {"questions": len(benchmark.questions), "skipped_records": benchmark.skipped}
 
     def points(self, drafts: list[Draft], trees: list[str], baseline: bool, best_tree: dict | None) -> list[SweepPoint]:

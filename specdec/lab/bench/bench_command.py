@@ -95,10 +95,9 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
 
     @cache
     def model() -> torch.nn.Module:
-        random = shape is not None
-        return (
-            random_transformers(shape["config"], target.dtype, target.device) if random else of_checkpoint(target.name)
-        )
+        if shape is not None:
+            return random_transformers(shape["config"], target.dtype, target.device)
+        return of_checkpoint(target.name)
 
     assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
     known = of_transformers_by_name(model, assistant) | peers_by_name(target, slots)

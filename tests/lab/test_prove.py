@@ -129,7 +129,7 @@ def test_broken_states_are_found(broken, hybrid, monkeypatch):
     proof = prove_rollback(hybrid, OTHERS)
     assert proof.astray > 0
     assert (proof.states == proof.logits == 12) == (broken is not one_token_short)
-    assert "NOT LOSSLESS" in verdict_line(Proof(rollback=[("", proof)]))
+    assert "NOT LOSSLESS" in verdict_line(Proof(rollback=[({}, proof)]))
 
 
 def test_a_broken_cache_of_keys_is_found(monkeypatch):

@@ -1,6 +1,8 @@
 """All tests of losslessness: what is tested, with what, and the result as a Markdown page, as tables and as JSON."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from math import isnan
 from typing import Any
 
@@ -24,6 +26,7 @@ from specdec.verify import VERIFIERS, make_verifier
 TEXTS = {"greedy": Sampling(), "temperature 1": Sampling(1.0), "filtered": Sampling(0.8, top_k=50, top_p=0.9)}
 SAMPLINGS = {"temperature 1": Sampling(1.0), "filtered": Sampling(0.8, top_k=4, top_p=0.9)}
 NUCLEUS = Sampling(1.0, top_p=0.9)
+Labels = dict[str, str]  # of a test: drafter or rule, tree and sampling, or how rows were decoded
 LAW_TREES = (Chain(3), DynamicTree(3, 2, 8), SampledTree((1, 1, 1)), SampledTree((3, 2)), SampledTree((2, 1, 2)))
 
 
@@ -55,11 +58,11 @@ class OneInAThousand:
 class Proof:
     """All tests and their results."""
 
-    equal: list[tuple[str, str, str, EqualityProof]] = field(default_factory=list)  # drafter, tree, sampling
-    laws: list[tuple[str, str, str, LawProof]] = field(default_factory=list)  # verifier, tree, sampling
-    exact: list[tuple[str, str, float]] = field(default_factory=list)  # verifier, sampling, total variation
-    sampled: list[tuple[str, str, SampledProof]] = field(default_factory=list)  # drafter, tree
-    rollback: list[tuple[str, RollbackProof]] = field(default_factory=list)  # how rows were decoded
+    equal: list[tuple[Labels, EqualityProof]] = field(default_factory=list)
+    laws: list[tuple[Labels, LawProof]] = field(default_factory=list)
+    exact: list[tuple[Labels, float]] = field(default_factory=list)  # total variation
+    sampled: list[tuple[Labels, SampledProof]] = field(default_factory=list)
+    rollback: list[tuple[Labels, RollbackProof]] = field(default_factory=list)
 
     @property
     def threshold(self) -> float:
@@ -69,10 +72,10 @@ class Proof:
     @property
     def bugs(self) -> dict[str, int]:
         """Count texts that differ for no numerical reason, failed tests of laws, and caches with rejected drafts."""
-        failed = [law.pvalue < self.threshold for *_, law in self.laws]
-        failed += [s.outside > 0 or s.pvalue < self.threshold for *_, s in self.sampled]
-        failed += [distance > 1e-6 for *_, distance in self.exact]
-        unequal, left = (sum(p.bugs for *_, p in proofs) for proofs in (self.equal, self.rollback))
+        failed = [law.pvalue < self.threshold for _, law in self.laws]
+        failed += [s.outside > 0 or s.pvalue < self.threshold for _, s in self.sampled]
+        failed += [distance > 1e-6 for _, distance in self.exact]
+        unequal, left = sum(p.bugs for _, p in self.equal), sum(p.bugs for _, p in self.rollback)
         return {"unequal_texts": unequal, "statistical_bugs": sum(failed), "left_behind": left}
 
     @property
@@ -115,30 +118,31 @@ def prove(
     names = [name for name in VERIFIERS if make_verifier(name).lossless]
     cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
     pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(target, drafter)]
-    proof = Proof()
-    provers = {}
-    with tqdm(total=2 * len(cases) + 4 * len(pairs) + 2 + len(TEXTS), desc="proving", leave=False) as bar:
+    proof, enumerated = (
+        Proof(),
+        () if self_test else SAMPLINGS,
+    )  # a rule with chances of its own has no law to enumerate
+    with tqdm(total=2 + 4 * len(pairs) + 2 * len(cases) + len(enumerated), desc="proving", leave=False) as bar:
+
+        def add(results: list, found: object, **labels: str) -> None:
+            results.append((labels, found))
+            bar.update()
+
         for how, together in (("all rows together", True), ("one row at a time", False)):
-            proof.rollback.append((how, prove_rollback(target, prompts[:3], together=together, seed=seed)))
-            bar.update()
-        for how, sampling in TEXTS.items():
-            provers[how] = EqualityProver(target, prompts, max_new_tokens, sampling, seed)
-            bar.update()
-        for name, tree in pairs:
-            for how, prover in provers.items():
-                proof.equal.append((name, describe(tree), how, prover.prove(drafters[name], tree, rule("match"))))
-                bar.update()
-        for name, tree in cases:
-            for how, sampling in SAMPLINGS.items():
-                proof.laws.append((name, describe(tree), how, prove_law(tree, rule(name), sampling, draws)))
-                bar.update()
-        if not self_test:  # a rule with chances of its own has no law to enumerate
-            proof.exact = [("match", how, exact_distance(rule("match"), s)) for how, s in SAMPLINGS.items()]
+            add(proof.rollback, prove_rollback(target, prompts[:3], together=together, seed=seed), rows=how)
+        provers = {how: EqualityProver(target, prompts, max_new_tokens, TEXTS[how], seed) for how in TEXTS}
+        for (name, tree), how in product(pairs, TEXTS):
+            found = provers[how].prove(drafters[name], tree, rule("match"))
+            add(proof.equal, found, drafter=name, tree=describe(tree), sampling=how)
+        for (name, tree), how in product(cases, SAMPLINGS):
+            law = prove_law(tree, rule(name), SAMPLINGS[how], draws)
+            add(proof.laws, law, rule=name, tree=describe(tree), sampling=how)
+        for how in enumerated:
+            add(proof.exact, exact_distance(rule("match"), SAMPLINGS[how]), rule="match", sampling=how)
         for name, tree in pairs:
             engine = Engine(target, drafters[name], tree, rule("match"))
             sampled = prove_sampled(engine, prompts, NUCLEUS, max_new_tokens, seed)
-            proof.sampled.append((name, describe(tree), sampled))
-            bar.update()
+            add(proof.sampled, sampled, drafter=name, tree=describe(tree))
     return proof
 
 
@@ -148,7 +152,7 @@ def prove(
 def verdict_line(proof: Proof) -> str:
     """Return the result of all tests in one line."""
     if proof.sound:
-        return f"No bug found; {sum(p.ties for *_, p in proof.equal)} numerical ties."
+        return f"No bug found; {sum(p.ties for _, p in proof.equal)} numerical ties."
     return (
         "NOT LOSSLESS: {unequal_texts} texts differ for no numerical reason, in {left_behind} cases a rejected draft "
         "left something in the caches, {statistical_bugs} statistical tests failed."
@@ -157,62 +161,55 @@ def verdict_line(proof: Proof) -> str:
 
 def sections(proof: Proof) -> list[tuple[str, list[str], list[list[str]], str]]:
     """(title, columns, rows, note) of each part that has rows."""
-    parts: list[tuple[str, str, list[list], str]] = [
+    parts: list[tuple[str, list, str, Callable[[Any], Iterable], str]] = [
         (
             "Text against plain decoding of the same seed, token for token",
-            "drafter, tree, sampling, tokens, rounds, identical, ties, bugs",
-            [[*case, p.tokens, p.rounds, f"{p.same} of {p.texts}", p.ties, p.bugs] for *case, p in proof.equal],
+            proof.equal,
+            "tokens, rounds, identical, ties, bugs",
+            lambda p: (p.tokens, p.rounds, f"{p.same} of {p.texts}", p.ties, p.bugs),
             "Tie: the first differing token and plain decoding's are those of the two largest scores (logit / "
             "temperature + noise), which, in a finer dtype, lie within four times the largest rounding error there; or "
             f"the edge of a filter, moved by {SLACK:g}, decides between them.",
         ),
         (
             "What rejected drafts leave in the target's caches",
-            "rows, cases, other states, other logits, by rounding, not the plain text's, largest",
-            [[*c, p.cases, p.states, p.logits, p.rounded, p.astray, f"{p.largest:.1e}"] for *c, p in proof.rollback],
+            proof.rollback,
+            "cases, other states, other logits, by rounding, not the plain text's, largest",
+            lambda p: (p.cases, p.states, p.logits, p.rounded, p.astray, f"{p.largest:.1e}"),
             "The same tokens are accepted after different rejected drafts: the caches, and the next logits, must be "
             "the same bits. By rounding: experts, which compute tokens together. Largest: difference of a logit from "
             "the plain text's, as a share of their range.",
         ),
         (
             "Every lossless rule against the exact law of three tokens, on tables",
-            "rule, tree, sampling, draws, tokens a round, impossible, p, TV, TV of chance (99 %)",
-            [
-                [
-                    *case,
-                    p.draws,
-                    f"{p.emitted:.2f}",
-                    p.impossible,
-                    f"{p.pvalue:.2g}",
-                    f"{p.distance:.4f}",
-                    f"{p.noise:.4f}",
-                ]
-                for *case, p in proof.laws
-            ],
+            proof.laws,
+            "draws, tokens a round, impossible, p, TV, TV of chance (99 %)",
+            lambda p: f"{p.draws} {p.emitted:.2f} {p.impossible} {p.pvalue:.2g} {p.distance:.4f} {p.noise:.4f}".split(),
             f"impossible: draws to which the law gives no probability. p: of a chi-square test; below "
             f"{proof.threshold:.1e} it is a bug ({len(proof.laws) + len(proof.sampled)} tests together). TV: total "
             "variation distance of the draws from the exact law. filtered: temperature 0.8, top-k, top-p.",
         ),
         (
             "By enumeration, without sampling",
-            "rule, sampling, TV from the target",
-            [[*case, f"{distance:.1e}"] for *case, distance in proof.exact],
+            proof.exact,
+            "TV from the target",
+            lambda distance: (f"{distance:.1e}",),
             "The law of two tokens, over all outcomes of the draws at a tree's nodes; `match` has no other chance.",
         ),
         (
             "Sampled text of the pair, top-p 0.9",
-            "drafter, tree, tokens, outside the filter, p",
-            [
-                [*case, p.tokens, p.outside, "too few" if isnan(p.pvalue) else f"{p.pvalue:.2g}"]
-                for *case, p in proof.sampled
-            ],
+            proof.sampled,
+            "tokens, outside the filter, p",
+            lambda p: (p.tokens, p.outside, "too few" if isnan(p.pvalue) else f"{p.pvalue:.2g}"),
             "p: are the tokens' places in the target's own distributions, given the text before them, uniform?",
         ),
     ]
-    parts = [part for part in parts if part[2]]
-    return [
-        (title, columns.split(", "), [[*map(str, row)] for row in rows], note) for title, columns, rows, note in parts
-    ]
+    found = []
+    for title, results, columns, cells, note in parts:
+        if results:
+            rows = [[*labels.values(), *map(str, cells(p))] for labels, p in results]
+            found.append((title, [*results[0][0], *columns.split(", ")], rows, note))
+    return found
 
 
 def markdown(proof: Proof, conditions: str) -> str:
@@ -226,7 +223,7 @@ def markdown(proof: Proof, conditions: str) -> str:
 
 def mismatches(proof: Proof) -> list[str]:
     """Return a Markdown list item for each text that differs from plain decoding."""
-    return [f"- {name}, {tree}, {how}, {mismatch}" for name, tree, how, p in proof.equal for mismatch in p.mismatches]
+    return [f"- {', '.join(labels.values())}, {one}" for labels, p in proof.equal for one in p.mismatches]
 
 
 def print_proof(proof: Proof) -> None:
@@ -240,9 +237,7 @@ def print_proof(proof: Proof) -> None:
         for row in rows:
             out.add_row(*row)
         screen.print(out)
-    for line in mismatches(proof):
-        screen.print(line)
-    screen.print(verdict_line(proof))
+    screen.print(*mismatches(proof), verdict_line(proof), sep="\n")
 
 
 def as_json(proof: Proof) -> dict:
@@ -254,12 +249,9 @@ def as_json(proof: Proof) -> dict:
         "statistical_bugs": bugs["statistical_bugs"],
         "threshold": proof.threshold,
         "left_behind": bugs["left_behind"],
-        "rollback": [{"rows": how, **asdict(p)} for how, p in proof.rollback],
-        "equal": [
-            {"drafter": name, "tree": tree, "sampling": how, "same": p.same, **asdict(p)}
-            for name, tree, how, p in proof.equal
-        ],
-        "laws": [{"rule": rule, "tree": tree, "sampling": how, **asdict(p)} for rule, tree, how, p in proof.laws],
-        "exact": [{"rule": rule, "sampling": how, "distance": d} for rule, how, d in proof.exact],
-        "sampled": [{"drafter": name, "tree": tree, **asdict(p)} for name, tree, p in proof.sampled],
+        "rollback": [labels | asdict(p) for labels, p in proof.rollback],
+        "equal": [labels | {"same": p.same} | asdict(p) for labels, p in proof.equal],
+        "laws": [labels | asdict(p) for labels, p in proof.laws],
+        "exact": [labels | {"distance": distance} for labels, distance in proof.exact],
+        "sampled": [labels | asdict(p) for labels, p in proof.sampled],
     }

@@ -38,7 +38,7 @@ if not IN_VLLM:
     from specdec.drafters.formats.convert import convert, export, vllm_config
     from specdec.engine.engine import Engine
     from specdec.lab.machine import provenance
-    from specdec.lab.models import check_counts, read_encoded
+    from specdec.lab.models import read_encoded
     from specdec.lab.output import write_json
     from specdec.model.checkpoint import write_folder
     from specdec.model.names import PUBLISHED, resolve
@@ -262,7 +262,9 @@ def main() -> None:
     p.add_argument("--variants", action="store_true", help="check variants of the bundled EAGLE-3 head too")
     p.add_argument("--out", type=Path, help="JSON file for the results")
     args = p.parse_args()
-    check_counts(args, "limit", "max_new_tokens", "steps")
+    for name in ("limit", "max_new_tokens", "steps"):
+        if (value := getattr(args, name)) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     target = load_target(args.target, dtype="fp32")
     prompts = read_encoded(target, args.prompts, args.limit)
     with tempfile.TemporaryDirectory() as name:

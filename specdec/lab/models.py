@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.flags import dashed
 from specdec.cli.parser import read_flags
 from specdec.contracts import Drafter
 from specdec.model.language_model import LanguageModel
@@ -59,11 +58,3 @@ def own_names(entries: Sequence, name_of: Callable[[Any, bool], str]) -> list[st
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two drafters are called {twice}: give one another name, as {{draft: ..., name: ...}}")
     return names
-
-
-def check_counts(args: argparse.Namespace, *names: str) -> None:
-    """Raise ValueError unless each of these flags is at least 1, or was not given."""
-    for name in names:
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise ValueError(f"{dashed(name)} must be at least 1, got {value}")

@@ -1,5 +1,7 @@
 """A drafter that passes everything on to another one."""
 
+from operator import attrgetter
+
 from torch import Tensor
 from typing_extensions import override
 
@@ -30,9 +32,5 @@ class WrappedDrafter(Drafter):
         return self.drafter.expand(first, tokens, hidden, level, ancestors)
 
 
-def _held(name: str) -> property:
-    return property(lambda self: getattr(self.drafter, name))
-
-
 for _name in PASSED_ON:  # methods too: reading one gives the held drafter's own
-    setattr(WrappedDrafter, _name, _held(_name))
+    setattr(WrappedDrafter, _name, property(attrgetter(f"drafter.{_name}")))

@@ -37,9 +37,8 @@ if not IN_VLLM:
     from specdec.drafters.formats import find_layout, open_checkpoint
     from specdec.drafters.formats.convert import convert, export, vllm_config
     from specdec.engine.engine import Engine
-    from specdec.lab.machine import provenance
     from specdec.lab.models import read_encoded
-    from specdec.lab.output import write_json
+    from specdec.lab.output import provenance, write_json
     from specdec.model.checkpoint import write_folder
     from specdec.model.names import PUBLISHED, resolve
     from specdec.trees import Chain

@@ -33,8 +33,7 @@ from rich.table import Table
 from specdec.cli.errors import one_sentence_errors
 from specdec.cli.files import output_folder
 from specdec.cli.terminal import console
-from specdec.lab.machine import provenance
-from specdec.lab.output import write_json
+from specdec.lab.output import provenance, write_json
 from specdec.model.checkpoint import check_device
 
 GRACE = 20  # seconds from being interrupted to being killed

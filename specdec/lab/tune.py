@@ -28,9 +28,9 @@ from specdec.cli.checks import REPORT
 from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import versions
-from specdec.lab.machine import machine
 from specdec.lab.models import load_models, read_encoded
 from specdec.lab.output import progress_bar, stage
+from specdec.machine import machine
 from specdec.recording import Accepted, Recording
 from specdec.structs import Sampling
 from specdec.trees import Tree

@@ -8,7 +8,7 @@ import torch
 
 from scripts import gpu_wheels
 from specdec.cli import revision
-from specdec.lab.machine import provenance
+from specdec.lab.output import provenance
 
 
 @pytest.fixture

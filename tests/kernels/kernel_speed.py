@@ -25,8 +25,7 @@ from kernel_formulas import DTYPE, TINY, KernelCase, Run, Shapes, cases
 
 from specdec import ops
 from specdec.cli.errors import one_sentence_errors
-from specdec.lab.machine import provenance
-from specdec.lab.output import sentence, write_json
+from specdec.lab.output import provenance, sentence, write_json
 from specdec.model.checkpoint import check_device
 
 WARM_UPS = 3

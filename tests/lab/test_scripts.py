@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from specdec.lab.machine import command_line
+from specdec.lab.output import command_line
 
 ROOT = Path(__file__).parents[2]
 

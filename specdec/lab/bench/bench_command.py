@@ -28,8 +28,7 @@ from specdec.lab.bench.contenders import Contender, Ours, of_transformers_by_nam
 from specdec.lab.bench.memory import bandwidth
 from specdec.lab.bench.peers import peers_by_name
 from specdec.lab.bench.random_weights import MARK, SimulatedTau, random_head, random_target, random_transformers
-from specdec.lab.machine import provenance
-from specdec.lab.output import write_json
+from specdec.lab.output import provenance, write_json
 from specdec.machine import matmul_precision, set_matmul_precision
 from specdec.model.checkpoint import check_device, choose_dtype
 from specdec.model.names import draft_for, resolve

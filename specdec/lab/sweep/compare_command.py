@@ -22,9 +22,8 @@ from specdec.cli.files import output_folder
 from specdec.lab.bench.bench import Bench, Configuration, text_prompts
 from specdec.lab.bench.bench_command import make_contenders, print_rows
 from specdec.lab.bench.memory import bandwidth
-from specdec.lab.machine import machine_in_short
 from specdec.lab.models import read_entry
-from specdec.lab.output import write_csv, write_figure, write_json
+from specdec.lab.output import machine_in_short, write_csv, write_figure, write_json
 from specdec.lab.sweep.compare import as_rows
 from specdec.lab.sweep.comparison import FIELDS, compare, named
 from specdec.model.names import bundled_drafts, called, draft_for

@@ -20,13 +20,12 @@ from specdec.cli.lock import only_writer
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
-from specdec.lab.machine import processor
 from specdec.lab.sweep.benchmarks import Benchmark, Question, converse, template_settings
 from specdec.lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
 from specdec.lab.sweep.store import RESULT, point_folder, write_point
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
 from specdec.lab.traces.metrics import summary
-from specdec.machine import matmul_precision
+from specdec.machine import matmul_precision, processor
 from specdec.model.language_model import LanguageModel
 from specdec.recording import Text
 from specdec.structs import Sampling, Verifier

@@ -18,8 +18,8 @@ from tqdm import tqdm
 from specdec.api import DEMO_TARGET
 from specdec.cli.files import no_empty_folder
 from specdec.cli.lock import only_writer
-from specdec.lab.machine import command_line
 from specdec.lab.models import own_names
+from specdec.lab.output import command_line
 from specdec.lab.sweep.benchmarks import load_benchmark
 from specdec.lab.sweep.points import Draft, SweepPoint, signature
 from specdec.lab.sweep.store import counts_of, print_tables, write_results

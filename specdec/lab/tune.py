@@ -21,10 +21,10 @@ from typing import Any
 from omegaconf import OmegaConf
 from rich.table import Table
 
+from specdec.cli.checks import REPORT
 from specdec.cli.files import write_text
 from specdec.cli.lock import only_writer
 from specdec.cli.parser import read_flags
-from specdec.cli.checks import REPORT
 from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import versions

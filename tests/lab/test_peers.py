@@ -17,8 +17,7 @@ from number_reader import Reader
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench import peer_sessions
 from specdec.lab.bench.bench import Bench, Configuration, compare_texts, random_prompts
-from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun
-from specdec.lab.bench.memory import read_bytes
+from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, read_bytes
 from specdec.lab.bench.peers import LlamaCpp, Peer, peers_by_name
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope

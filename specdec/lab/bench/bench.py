@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun
-from specdec.lab.bench.memory import peak_bytes, reset_peak
+from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun, peak_bytes, reset_peak
 from specdec.lab.bench.random_weights import MARK
 from specdec.lab.output import sentence
 from specdec.model.language_model import LanguageModel

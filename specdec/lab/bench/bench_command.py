@@ -24,8 +24,7 @@ from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.cli.files import check_writable
 from specdec.cli.terminal import console, print_table
 from specdec.lab.bench.bench import Bench, random_prompts, read_configurations, text_prompts
-from specdec.lab.bench.contenders import Contender, Ours, of_transformers_by_name
-from specdec.lab.bench.memory import bandwidth
+from specdec.lab.bench.contenders import Contender, Ours, bandwidth, of_transformers_by_name
 from specdec.lab.bench.peers import peers_by_name
 from specdec.lab.bench.random_weights import MARK, SimulatedTau, random_head, random_target, random_transformers
 from specdec.lab.output import provenance, write_json

@@ -19,8 +19,7 @@ import torch
 from typing_extensions import override
 
 from specdec.lab.bench import peer_sessions
-from specdec.lab.bench.contenders import SHARED, Contender, NotAvailable, TimedRun, translated
-from specdec.lab.bench.memory import read_bytes
+from specdec.lab.bench.contenders import SHARED, Contender, NotAvailable, TimedRun, read_bytes, translated
 from specdec.lab.bench.peer_weights import write_ctranslate2, write_gguf
 from specdec.model.archs import ModelConfig
 from specdec.model.checkpoint import DTYPES

@@ -21,7 +21,7 @@ from specdec.api import load_drafter
 from specdec.cli.files import output_folder
 from specdec.lab.bench.bench import Bench, Configuration, text_prompts
 from specdec.lab.bench.bench_command import make_contenders, print_rows
-from specdec.lab.bench.memory import bandwidth
+from specdec.lab.bench.contenders import bandwidth
 from specdec.lab.models import read_entry
 from specdec.lab.output import machine_in_short, write_csv, write_figure, write_json
 from specdec.lab.sweep.compare import as_rows

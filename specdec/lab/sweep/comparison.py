@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from tqdm import tqdm
 
 from specdec.arguments import as_sampling, as_target, as_tree, as_verifier, check_drafter, check_prompts, check_types
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # matplotlib is imported when something is drawn
 FIELDS = ("draft", "name", "tree", "verifier", "token_map", "compile")
 FEW = 10  # prompts, below which a bootstrap has little to draw from
 SMALL = 4  # nodes of a tree, for which a smaller one is no advice
-COLUMNS = {
+COLUMNS: dict[str, Any] = {
     "": "left", "tree (topk/steps/tokens)": "left", "tau": "right", "accepted to depth, of all rounds": "right",
     "tokens/s": "right", "to plain": "right", "ms a round: draft, verify": "left", "lossless": "left",
 }  # fmt: skip
@@ -112,10 +112,8 @@ class Comparison:
         print(self.verdict)
 
     def _table(self) -> Table:
-        table = Table(title=f"plain decoding: {self.plain_tokens_per_second:.0f} tokens/s")
-        for column, justify in COLUMNS.items():
-            side: Any = justify
-            table.add_column(column, justify=side)
+        columns = (Column(name, justify=side) for name, side in COLUMNS.items())
+        table = Table(*columns, title=f"plain decoding: {self.plain_tokens_per_second:.0f} tokens/s")
         for s in self.scores:
             parts = s.milliseconds_a_round
             claim = "yes" if s.lossless else f"NO: {s.rule}"

@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from specdec.cli.files import replace_folder, write_text
 from specdec.cli.lock import only_writer
@@ -243,9 +243,8 @@ def print_tables(results: list[dict], timings: dict[str, dict]) -> None:
     """Print a table and its notes for each group of points."""
     screen = console(160)
     for group in groups(results):
-        table = Table(title=f"{title_of(group)}: {conditions_of(group)}")
-        for name, number in COLUMNS.items():
-            table.add_column(name, justify="right" if number else "left")
+        columns = (Column(name, justify="right" if number else "left") for name, number in COLUMNS.items())
+        table = Table(*columns, title=f"{title_of(group)}: {conditions_of(group)}")
         for row in table_of(group, timings):
             table.add_row(*row["cells"])
         print_table(screen, table, OPTIONAL)

@@ -26,10 +26,10 @@ class Scripted(Contender):
 
     weights = 1000
 
-    def __init__(self, seconds=1.0, ours=False, text=7, drafts=False, error=None, at=0, short=0, wait=0.0):
+    def __init__(self, seconds=1.0, ours=False, text=7, drafts=False, error=None, at=0, short=0, wait=0.0, peer=False):
         self.seconds = seconds if isinstance(seconds, list) else [seconds]
         self.ours, self.text, self.drafts, self.short, self.calls = ours, text, drafts, short, 0
-        self.error, self.at, self.wait = error, at, wait
+        self.error, self.at, self.wait, self.peer = error, at, wait, peer
 
     def __call__(self, prompt, new, sampling, seed) -> TimedRun:
         time.sleep(self.wait)
@@ -90,6 +90,16 @@ def test_texts_are_compared_where_they_can_be_and_what_random_weights_accept_is_
     assert rows["plain"]["fastest_of_transformers"] == fastest
     assert ("means nothing" in rows["lookup"].get("note", "")) == random
     assert "note" not in rows["sdpa"]
+
+
+def test_a_peer_is_compared_with_plain_and_is_none_of_transformers():
+    peers = {"copycat": Scripted(peer=True), "other": Scripted(text=8, peer=True)}
+    rows = by_name(bench(plain=Scripted(ours=True), sdpa=Scripted(9.0), random_weights=True, **peers).run(PLAIN))
+    assert rows["copycat"]["same_text_as_plain"] == "3 of 3"  # the weights are the same, random or not
+    assert ("differs" in rows["copycat"], "same_text_as_plain" in rows["sdpa"]) == (False, False)
+    assert rows["plain"]["fastest_of_transformers"] == "sdpa"
+    assert [d["token"] for d in rows["other"]["differences"]] == [0] * 3
+    assert rows["other"]["differs"].startswith("3 of 3 texts differ from plain decoding's, the earliest at token 0")
 
 
 def test_a_contender_that_fails_is_reported_and_the_others_go_on():

@@ -17,8 +17,8 @@ import itertools
 import json
 import random
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -34,9 +34,8 @@ from specdec.model.language_model import LanguageModel
 from specdec.model.loader import load_texts
 from specdec.remote import Remote, in_order, seed_of
 from specdec.structs import Sampling
-from specdec.text import read_prompts, writes_date
+from specdec.text import encode_chat, read_prompts, writes_date
 from specdec.training.data import Conversation, Message, Record, Tally, preset, read_messages, read_records
-from specdec.training.data.dialogues import Answer, Dialogues, Prompt, cut_off, encode
 from specdec.training.data.shards import Shards, begun_on, record_of
 
 CONTINUED = (
@@ -44,6 +43,69 @@ CONTINUED = (
     'chat give .jsonl, each line {"prompt": "..."}'
 )
 CUT = "answers cut off by --max-new-tokens: their end is not learnt"
+
+
+@dataclass
+class Prompt:
+    """A conversation to answer. `ids` is the first prompt in it."""
+
+    ids: list[int]
+    messages: Conversation  # up to the first answer
+    number: int = 0  # among all prompts, by which it is seeded
+    later: tuple[list[Message], ...] = ()  # the messages before each of the following answers
+
+
+@dataclass
+class Answer:
+    """What the target has said."""
+
+    text: str
+    tokens: list[int] | None  # None: the server does not return them
+    reason: str  # stop or length
+
+    def fields(self) -> dict:
+        """Return the fields of an answer in a row of the file: `tokens`, if known, and `finish_reason`."""
+        return ({"tokens": self.tokens} if self.tokens else {}) | {"finish_reason": self.reason}
+
+
+def encode(target: LanguageModel, messages: Conversation, day: str | None = None) -> list[int]:
+    """Return the token ids of a plain text, or of a conversation in the target's chat template."""
+    if messages[0]["role"] == "text":
+        return target.tokenizer(messages[0]["content"])["input_ids"]
+    return encode_chat(target, messages, messages.tools, day)
+
+
+class Dialogue:
+    """A conversation with the target, a turn at a time: a prompt in, a row of the file out."""
+
+    def __init__(self, prompt: Prompt):
+        """Begin with the first prompt; `ids` is always the prompt of the next answer."""
+        self.prompt, self.ids, self.later = prompt, prompt.ids, list(prompt.later)
+        self.messages = Conversation(prompt.messages, prompt.messages.tools)
+
+    def add(self, answer: Answer, target: LanguageModel, day: str | None) -> bool:
+        """Add an answer. Return whether there is another turn, as there is none after an answer that was cut off."""
+        self.last = answer
+        self.messages.append({"role": "assistant", "content": answer.text} | answer.fields())
+        if not self.later or answer.reason == "length":
+            return False
+        more = Conversation([*self.messages, *self.later.pop(0)], self.messages.tools)
+        self.ids = encode(target, more, day)
+        fits = len(self.ids) <= target.config.context // 2
+        self.messages = more if fits else self.messages
+        return fits
+
+    def row(self) -> dict:
+        """Return the row of the output file."""
+        if self.messages[0]["role"] != "text":
+            return {"messages": list(self.messages)} | ({"tools": self.messages.tools} if self.messages.tools else {})
+        whole = replace(self.last, tokens=self.last.tokens and [*self.prompt.ids, *self.last.tokens])
+        return {"text": self.messages[0]["content"] + self.last.text} | whole.fields()
+
+
+def cut_off(row: dict) -> int:
+    """Return the number of answers in a row that were cut off."""
+    return sum(message.get("finish_reason") == "length" for message in row.get("messages", [row]))
 
 
 def records_of(name: str, split: str | None) -> Iterator[Record]:
@@ -99,6 +161,19 @@ def digest(batches: list[list[Prompt]]) -> str:
     return hashlib.sha256(json.dumps([[p.ids for p in batch] for batch in batches]).encode()).hexdigest()[:16]
 
 
+def converse(
+    batch: list[Prompt], turn: Callable[..., list[Answer]], target: LanguageModel, day: str | None, shift: int
+) -> list[dict]:
+    """Return the rows of a batch of prompts. Turn t of prompt i is answered by `turn` with the number i + t * shift."""
+    talks = [Dialogue(prompt) for prompt in batch]
+    going, before = talks, 0
+    while going:
+        answers = turn([talk.ids for talk in going], [talk.prompt.number + before for talk in going])
+        going = [talk for talk, answer in zip(going, answers, strict=True) if talk.add(answer, target, day)]
+        before += shift
+    return [talk.row() for talk in talks]
+
+
 def regenerate(
     target: LanguageModel,
     prompts: list[Prompt],
@@ -135,13 +210,7 @@ def regenerate(
         decode = partial(target.tokenizer.decode, skip_special_tokens=True)
         return [Answer(text if tokens is None else decode(tokens), tokens, why) for text, tokens, why in said]
 
-    def answered(batch: list[Prompt]) -> list[dict]:
-        talks = Dialogues(target, batch, day)
-        while talks.going:
-            numbers = [batch[i].number + talks.turn * len(prompts) for i in talks.going]
-            talks.add(turn([talks.ids[i] for i in talks.going], numbers))
-        return list(talks.rows())
-
+    answered = partial(converse, turn=turn, target=target, day=day, shift=len(prompts))
     settings = _settings(target, server, max_new_tokens, sampling, batch_size, seed)
     settings |= {"prompts_digest": digest(batches)} | ({"day": day} if day else {})
     tally = Tally()

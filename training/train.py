@@ -8,6 +8,7 @@ Every setting is in conf/train.yaml and its groups; `specdec train --cfg job` pr
 import json
 import shlex
 import sys
+import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,9 +24,10 @@ from specdec.api import DEMO_TARGET
 from specdec.cli.files import no_empty_folder, output_folder, write_text
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
-from specdec.drafters.formats import family_of
+from specdec.drafters.formats import family_of, load_drafter, save_drafter
 from specdec.drafters.formats.convert import SERVERS, without_a_form
 from specdec.drafters.formats.recipe import FAMILY
+from specdec.engine.engine import Engine
 from specdec.machine import set_matmul_precision
 from specdec.model.ends import load_ends
 from specdec.model.language_model import LanguageModel
@@ -42,7 +44,7 @@ from specdec.training.loop.log import check_loggers
 from specdec.training.loop.parallel import Processes, join_processes
 from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
 from specdec.training.loop.trainer import Trainer
-from specdec.training.rehearsal import rehearse
+from specdec.trees import Chain, DynamicTree
 
 
 def read_settings(kind: type, config: DictConfig | None, where: str):
@@ -118,20 +120,44 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.lookahead
     data = Batches(learnt, *how)
     trainer_config = trainer_config.over(len(data.epoch(0)) / processes.world)
-    return Trainer(
-        target,
-        drafter,
-        objective,
-        data,
-        Batches(heldout, *how) if heldout else None,
-        trainer_config,
-        Path(config.out),
-        cast(dict, OmegaConf.to_container(config, resolve=True)),
-        processes,
-        on_policy,
-        online_features if cache is None else cache.features,
-        data_signature(learnt),
-    )
+    learns = target, drafter, objective, data, Batches(heldout, *how) if heldout else None
+    settings = cast(dict, OmegaConf.to_container(config, resolve=True))
+    more = processes, on_policy, online_features if cache is None else cache.features, data_signature(learnt)
+    return Trainer(*learns, trainer_config, Path(config.out), settings, *more)
+
+
+def rehearse(trainer: Trainer, drafter: str, objective: str, decodes: bool) -> None:
+    """Try the user's own code before a run begins, which it leaves unchanged: a mistake is then found before its hours.
+
+    That is a loss with gradients, saving, loading, and, if the target's layers are loaded (`decodes`), decoding a few
+    tokens. drafter, objective: their names in the settings. Raises ValueError if the code fails, or if what it makes
+    cannot be trained, saved or loaded.
+    """
+    mine = [name for name in (drafter, objective) if own.is_own(name) or "." not in name]
+    if not mine or trainer.processes.world > 1:  # a backward pass of one process would wait for the others
+        return
+    with own.blamed(mine[0], "a first training step"):
+        loss, _ = trainer._loss(trainer.data.collate(trainer.data.epoch(0)[0][:1]))
+        loss.backward()
+        moved = any(p.grad is not None for p in trainer.parameters.values())
+        for parameter in trainer.parameters.values():
+            parameter.grad = None
+        if not moved:
+            raise ValueError("the loss depends on no parameter")
+    if drafter not in mine:
+        return
+    with tempfile.TemporaryDirectory() as folder, own.blamed(drafter, "saving and loading it"):
+        save_drafter(trainer.drafter, Path(folder) / "draft", trainer.target)
+        loaded = load_drafter(Path(folder) / "draft", trainer.target)
+        there = loaded.state_dict()
+        for name, value in trainer.drafter.state_dict().items():
+            if name not in there or not torch.equal(there[name].float(), value.to(trainer.target.dtype).float()):
+                raise ValueError(f"{name} has another value after loading: only parameters are saved, so make it one")
+    if decodes:
+        with own.blamed(drafter, "decoding with it"):
+            steps = loaded.deepest(3)
+            for tree in (Chain(steps),) if loaded.chains_only else (Chain(steps), DynamicTree(2, steps)):
+                Engine(trainer.target, loaded, tree).generate([[1, 2, 3], [2, 1]], max_new_tokens=6)
 
 
 def warn_of_epochs(trainer: Trainer) -> None:

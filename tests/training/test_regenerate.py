@@ -12,9 +12,8 @@ from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.text import encode_chat
 from specdec.training import regenerate as module
-from specdec.training.data.dialogues import Prompt
 from specdec.training.data.shards import Shards
-from specdec.training.regenerate import plan
+from specdec.training.regenerate import Prompt, plan
 
 main = main_of("data regenerate")
 

@@ -79,7 +79,6 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
     ("overrides", "message"),
     [
         (["data.path=null"], "no training data: give data.path=FILE"),
-        (["data.path=/no/such"], "no such data file"),
         (["target.path=/no/such"], "no such checkpoint folder"),
         (["out=/proc/nowhere"], "cannot write to /proc/nowhere"),
         (["resume=true"], "nothing to resume"),
@@ -88,7 +87,6 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
         (["trainer.stepz=3"], "Could not override 'trainer.stepz'. There is trainer.steps"),
         (["qqq=3"], "Could not override 'qqq'. specdec train --help lists all"),
-        (["+trainer.stepz=3"], "there is no setting trainer.stepz; there is trainer.steps"),
         (["objective=nothing"], "Could not find 'objective/nothing'. There is block, eagle, "),
         (["trainer.prompts=/no/such"], "no such prompt file"),
     ],
@@ -106,13 +104,11 @@ def test_drafters_that_do_not_learn_are_refused(target_path):
 
 @pytest.mark.parametrize("change", ["drafter.taps=[0,1,3]", "drafter.rope_theta=500.0", "drafter.draft_vocab_size=100"])
 def test_another_drafters_run_is_not_resumed(short_run, where, tmp_path, change):
-    """Also without config.yaml, from the checkpoint itself. Nor is a run overwritten."""
+    """Also without config.yaml, from the checkpoint itself."""
     shutil.copytree(short_run, tmp_path / "run")
     (tmp_path / "run" / "config.yaml").unlink()
     assert "belongs to another drafter" in refused(where, tmp_path / "run", "trainer.steps=4", "resume=true", change)
     assert not (tmp_path / "run" / "config.yaml").exists()
-    assert "holds a run already" in refused(where, tmp_path / "run", "trainer.steps=2")
-    assert (tmp_path / "run" / "log.jsonl").read_text() == (short_run / "log.jsonl").read_text()
 
 
 # A run that continues

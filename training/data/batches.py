@@ -108,7 +108,7 @@ class Batches:
     def collate(self, indices: list[int]) -> Batch:
         """Return the samples at `indices` as one batch, padded on the right."""
         rows, shape = self.layout(indices)
-        tokens, documents = torch.zeros(2, *shape, dtype=torch.int64).unbind()
+        tokens, documents = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         mask, weights = torch.zeros(shape), torch.ones(shape)
         for r, row in enumerate(rows):
             end = 0

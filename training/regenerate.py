@@ -219,7 +219,7 @@ def regenerate(
         tqdm(total=shards.last, initial=shards.done, desc="answers") as bar,
     ):
         begun, starts = shards.done, itertools.accumulate(map(len, batches), initial=0)
-        due = {n: b for n, b in zip(starts, batches, strict=False) if n + len(b) > begun and n < shards.last}
+        due = {n: b for n, b in zip(starts, batches, strict=False) if max(n, begun) < min(n + len(b), shards.last)}
         answers = map(answered, due.values()) if server is None else in_order(answered, due.values(), requests)
         for start, rows in zip(due, answers, strict=True):
             rows = rows[max(begun - start, 0) : shards.last - start]

@@ -98,19 +98,6 @@ def test_packed_rows_give_the_losses_and_gradients_of_separate_ones(kind):
     assert abs(loss_and_gradients(target, drafter, objective, together)[0] - wanted[0]) > 1e-3 * wanted[0]
 
 
-def test_what_is_learnt_from_its_beginning_stands_first_in_a_row():
-    data = samples(17)
-    for sample in data[::3]:
-        sample.mask[:] = True
-    batches = Batches(data, 180, 0, pack=60, lookahead=STEPS + 1)
-    for indices in batches.epoch(0):
-        batch = batches.collate(indices)
-        later = batch.documents > 0
-        begins = later & (batch.documents != batch.documents.roll(1, 1))
-        for row, column in begins.nonzero().tolist():
-            assert batch.loss_mask[row, column : column + STEPS + 1].sum() == 0
-
-
 @pytest.mark.parametrize("pack", [None, 60])
 def test_batches_are_deterministic_hold_every_sample_and_resume(pack):
     data = samples(17, 40)

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_runs import assert_goes_on, composed, small_files, trainer
+from short_runs import assert_goes_on, small_files, trainer
 from test_cache import samples, target, writer
 
-from specdec.cli.errors import one_sentence_errors
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.model.loader import load_target
-from specdec.training import train
 from specdec.training.features.feature_cache import FeatureCache, shard_path
 from specdec.training.loop.checkpoint import read_newest, write_checkpoint
 
@@ -33,18 +31,6 @@ def test_a_log_line_that_does_not_fit_stops_the_run_with_its_checkpoint(tmp_path
         with pytest.raises(ValueError, match=r"cannot write to .*: No space left on device; resume=true goes on"):
             run.train()
     assert_goes_on(trainer, tmp_path / "cut", 4)
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "log.jsonl"])
-def test_a_run_that_cannot_write_down_its_settings_says_so(where, tmp_path, monkeypatch, capsys, name):
-    original = Path.write_text
-    monkeypatch.setattr(
-        Path, "write_text", lambda self, *a, **k: full() if name in self.name else original(self, *a, **k)
-    )
-    with pytest.raises(SystemExit) as stopped:
-        one_sentence_errors(train.run)(composed("train", *where, f"out={tmp_path / 'run'}"))
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.endswith(f"cannot write {tmp_path}/run/{name}: No space left on device\n")
 
 
 @pytest.mark.parametrize("room", [100, 20_000])

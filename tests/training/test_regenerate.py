@@ -209,15 +209,20 @@ def ask(server, target_path, prompts, out, *more) -> None:
 
 
 def test_the_answers_are_the_targets_own(engine, target_path, prompts, tmp_path):
-    with small_server(engine) as server:
-        ask(server, target_path, prompts, tmp_path / "answers.jsonl")
-    rows = [json.loads(line)["messages"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert len(rows) == len(server.asked) == 23
+    """Also the text of a server that gives no ids."""
+    rows = []
+    for ids in (True, False):
+        with small_server(engine, ids=ids) as server:
+            ask(server, target_path, prompts, out := tmp_path / f"{ids}.jsonl")
+        rows.append([json.loads(line)["messages"] for line in out.read_text(encoding="utf-8").splitlines()])
+        assert len(rows[-1]) == len(server.asked) == 23
     assert all(isinstance(body["prompt"][0], int) for body in server.asked)
-    for question, answer in rows[:4]:
+    assert all(talk[-1].pop("tokens") for talk in rows[0])
+    assert rows[0] == rows[1]
+    for question, answer in rows[0][:4]:
         row = engine.generate([encode_chat(engine.target, [question])], max_new_tokens=6).rows[0]
         assert answer["content"] == engine.target.tokenizer.decode(row.tokens, skip_special_tokens=True)
-    made_by = json.loads((tmp_path / "answers.run.json").read_text())
+    made_by = json.loads((tmp_path / "True.run.json").read_text())
     assert (made_by["server_model"], made_by["server_version"]) == ("small", "0.1 of the tests")
     assert (made_by["temperature"], made_by["top_p"], made_by["max_new_tokens"]) == (0.0, 1.0, 6)
 
@@ -243,13 +248,3 @@ def test_after_failures_and_an_interruption_the_bytes_are_the_same(engine, targe
         with pytest.raises(SystemExit, match="2"):
             ask(server, target_path, prompts, out, *settings)
     assert "begun with server_version 0.1 of the tests, and this is 0.2" in capsys.readouterr().err
-
-
-def test_a_server_without_ids_gives_its_text(engine, target_path, prompts, tmp_path):
-    rows = []
-    for ids in (True, False):
-        with small_server(engine, ids=ids) as server:
-            ask(server, target_path, prompts, out := tmp_path / f"{ids}.jsonl")
-        rows.append([json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()])
-    assert all(row["messages"][-1].pop("tokens") for row in rows[0])
-    assert rows[0] == rows[1]

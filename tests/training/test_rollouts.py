@@ -11,7 +11,7 @@ import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import LEARNERS, tiny_drafter, tiny_target
-from short_runs import assert_goes_on, assert_same_weights, batch, composed, logged, refused, samples
+from short_runs import assert_goes_on, batch, composed, refused, samples
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.engine.engine import Engine
@@ -179,14 +179,6 @@ def test_every_drafter_rolls_out_and_its_training_is_not_touched(tmp_path, kind)
     assert not any(b.is_inference() for b in run.drafter.buffers())
     for mine, theirs in zip(run.parameters.values(), run.rollouts.drafter.parameters(), strict=True):
         assert mine.data_ptr() == theirs.data_ptr(), "rollouts decode with a copy of the weights"
-
-
-def test_share_zero_is_off(tmp_path):
-    off, zero = trainer(tmp_path / "off"), trainer(tmp_path / "zero", on_policy={"share": 0.0})
-    off.train()
-    zero.train()
-    assert logged(tmp_path / "off") == logged(tmp_path / "zero")
-    assert_same_weights(off, zero)
 
 
 @pytest.mark.parametrize(("accumulate", "parts"), [(1, [0, 0, 0, 1, 0, 1]), (2, [0, 0, 0.5, 0.5, 0.5, 0.5])])

@@ -318,7 +318,6 @@ def test_progress_from_the_first_step_and_the_switch(tmp_path, capsys):
     [
         ({"ema": 1.5}, "ema must be null or a decay"),
         ({"kind": "medusa", "recompute": True}, "recompute is for drafters with a layer"),
-        ({"prompts": "/no/such"}, "no such prompt file"),
     ],
 )
 def test_mistakes_are_named(tmp_path, settings, message):

@@ -1,7 +1,7 @@
 """A conversation as the target reads it: token ids, and which of them the assistant speaks."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -109,12 +109,12 @@ class _Chat:
         The opening of a turn belongs to the answer as far as the prompt of an answer does not include it.
         """
         after = self.text(i + 1)
-        base = _alike(self.text(i), after)
+        base = alike(self.text(i), after)
         if MARKER.search(self.template):
             spans = [span for span in self._marked(i + 1) if span[1] > base]
         else:
             prompt = self.text(i, answer=True)
-            start = _alike(prompt, after)
+            start = alike(prompt, after)
             if start < len(prompt) and base < len(self.text(i)):
                 raise ValueError(
                     "the chat template rewrites earlier text at each turn, so the assistant's tokens cannot be found; "
@@ -122,7 +122,7 @@ class _Chat:
                 )
             if start < len(prompt):  # a prompt that opens reasoning, which the template does not write in an answer
                 other = [*self.messages[:i], {"role": "assistant", "content": PROBE}]
-                start = min(start, _alike(prompt, self._render(other, self.tools)))
+                start = min(start, alike(prompt, self._render(other, self.tools)))
             spans = [(start, len(after))]
         if self._content(i) not in after[base:]:
             self.note(SHORTENED)
@@ -201,8 +201,8 @@ def _belongs(text: str, place: Span, span: Span) -> bool:
     return bool(inside.strip()) and not outside.strip()
 
 
-def _alike(a: str, b: str) -> int:
-    """Return the number of characters with which both texts begin."""
+def alike(a: Sequence, b: Sequence) -> int:
+    """Return the number of characters, or bytes, with which both begin."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 

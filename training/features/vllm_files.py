@@ -25,6 +25,7 @@ from specdec.model.language_model import LanguageModel
 from specdec.model.target import Target
 from specdec.remote import Remote, in_order
 from specdec.training.data import Batch, Sample
+from specdec.training.data.render import alike
 from specdec.training.features.online import Features, arguments, deferred_logits
 
 KEY = "specdec"  # of the header's entry in which a file says what it holds
@@ -144,7 +145,7 @@ class VllmStates:
         elif missing:
             key = _key(missing[0].ids)
             at = bisect.bisect_left(self.keys, key)
-            near = max((_common(key, other) for other in self.keys[max(at - 1, 0) : at + 1]), default=0)
+            near = max((alike(key, k) // 4 for k in self.keys[max(at - 1, 0) : at + 1]), default=0)
             raise ValueError(
                 f"{self.folder} has no states of {len(missing)} of {len(samples)} conversations: of the first one's "
                 f"{len(missing[0].ids)} token ids the nearest file has {near}; give server=URL to let vLLM compute "
@@ -224,15 +225,8 @@ class VllmStates:
 
 
 def _key(ids: np.ndarray) -> bytes:
-    """Bytes that are in order as the ids are."""
+    """Bytes that are in order as the ids are, 4 for each."""
     return ids.astype(">i4").tobytes()
-
-
-def _common(a: bytes, b: bytes) -> int:
-    """How many ids two keys begin with alike."""
-    one, other = (np.frombuffer(key[: min(len(a), len(b))], dtype=">i4") for key in (a, b))
-    differ = (one != other).nonzero()[0]
-    return int(differ[0]) if len(differ) else len(one)
 
 
 def _stated(path: Path, metadata: dict | None) -> dict:

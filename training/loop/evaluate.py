@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -128,14 +129,10 @@ def beginnings(samples: list[Sample], known: list[Sample], longest: int) -> list
     def beginning(sample: Sample) -> bytes:
         return sample.ids[: int(sample.mask.argmax())].tobytes()
 
-    found: dict[bytes, list[int]] = {}
-    for sample in samples:
-        length = int(sample.mask.argmax())
-        if 0 < length <= longest:
-            found.setdefault(beginning(sample), sample.ids[:length].tolist())
+    found = dict.fromkeys(map(beginning, samples))
     for sample in known:
         found.pop(beginning(sample), None)
-    return list(found.values())
+    return [ids for text in found if 0 < len(ids := np.frombuffer(text, np.int32).tolist()) <= longest]
 
 
 def measured_tau(traces: list[RowTrace]) -> dict[str, float]:

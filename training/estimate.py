@@ -51,26 +51,18 @@ def plan(trainer: Trainer) -> tuple[list[int], dict]:
     }
 
 
-def cache_bytes(trainer: Trainer) -> dict[tuple[str, int | None], int]:
-    """Bytes of a cache of all conversations, by (store, keep) of its `Form`."""
-    samples = trainer.data.samples + (trainer.heldout.samples if trainer.heldout else [])
-    shards, config = len(shard_bounds(samples, SHARD_TOKENS)), trainer.target.config
-    keeps = [keep for keep in KEEPS if keep is None or keep < trainer.drafter.vocab.size]
-    forms = (
-        Form(store, keep, trainer.drafter.taps, config.hidden, config.layers) for store in STORES for keep in keeps
-    )
-    return {(form.store, form.keep): form.bytes(samples, shards) for form in forms}
-
-
 def estimate(trainer: Trainer, before: int = 0) -> dict:
     """All figures in one dictionary: counts, bytes and seconds. before: bytes of the interpreter and its libraries."""
     largest, counts = plan(trainer)
     measured = measure.measure(trainer, largest)  # first: what counts from shapes loads libraries of its own
     parts = measure.step_bytes(trainer, tuple(counts["largest_batch"])) | {"interpreter and libraries": before}
-    caches = cache_bytes(trainer)
     weights = parts["drafter"]
     checkpoint = weights + parts["optimiser"] + parts["averages"] // 2
     samples = trainer.data.samples + (trainer.heldout.samples if trainer.heldout else [])
+    shards, sizes = len(shard_bounds(samples, SHARD_TOKENS)), trainer.target.config
+    keeps = [keep for keep in KEEPS if keep is None or keep < trainer.drafter.vocab.size]
+    kinds = itertools.product(STORES, keeps)
+    forms = [Form(store, keep, trainer.drafter.taps, sizes.hidden, sizes.layers) for store, keep in kinds]
     padded = Batches(samples, trainer.config.batch_tokens, seed=0)
     cached_tokens = sum(math.prod(padded.layout(indices)[1]) for indices in padded.by_length())
     seconds = measured.seconds_a_token * counts["tokens"] / trainer.processes.world
@@ -80,7 +72,7 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
         "target_spread_over": measure.spread_target(trainer.target),
         "peak_from_shapes": sum(parts.values()),
         "peak_measured": measured.peak,
-        "cache": [{"store": store, "keep": keep or "all", "bytes": n} for (store, keep), n in caches.items()],
+        "cache": [{"store": f.store, "keep": f.keep or "all", "bytes": f.bytes(samples, shards)} for f in forms],
         "checkpoint": checkpoint,
         "run_disk": checkpoint * (trainer.config.keep + 1) + 2 * weights,
         "seconds_a_step": round(seconds / counts["steps"], 4),

@@ -1,6 +1,7 @@
 """Block drafters against outputs of their authors' own code (tests/golden/README.md)."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from specdec.contracts import DraftState
 from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import HEADS, Confidence, Domino
 from specdec.drafters.dflash import BlockDrafter
-from specdec.drafters.formats.dflash import BARE, MARKOV, PARTS
+from specdec.drafters.formats.dflash import BARE, MARKOV, PARTS, conditional_of
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.layers import Linear
 
@@ -192,3 +193,11 @@ def test_dspark_files_are_read(layout, kind):
     assert type(drafter.conditional) is HEADS[MARKOV[kind]]
     assert torch.equal(drafter.conditional.head.weight, heads["markov_head.markov_w2.weight"])
     assert torch.equal(drafter.confidence.proj.weight, heads["confidence_head.proj.weight"])
+
+
+def test_a_domino_checkpoint_without_a_prefix_keeps_the_first_slot():
+    """As SpecForge's `pure_draft_prefix_len` does where config.json leaves it out."""
+    tensors = {"embed_proj.0.weight": torch.zeros(4, 14)}
+    found = conditional_of({}, SimpleNamespace(hidden=8), tensors, "x")
+    assert found == {"conditional": "domino", "rank": 4, "head": {"state": 6, "prefix": 1}}
+    assert Domino(DraftVocab(12), torch.zeros(12, 8), rank=4).prefix == 1

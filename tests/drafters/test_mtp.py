@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from golden_blocks import absorb, drafted
-from helpers import edit_config, edit_tensors, save_hf
+from helpers import edit_config, edit_tensors, save_hf, tiny_drafter, tiny_target
 from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig
 from transformers.cache_utils import MtpCache
@@ -224,3 +224,14 @@ def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
 def test_what_is_not_supported_is_refused_by_name(names, message):
     with pytest.raises(ValueError, match=message):
         build(CONFIG, dict.fromkeys(names, torch.zeros(4, H)), stand_in(torch.zeros(V, H), torch.zeros(V, H)))
+
+
+def test_the_blank_first_embedding_is_that_of_position_0_alone():
+    drafter = tiny_drafter(tiny_target(), kind="mtp")
+    tokens, positions = torch.tensor([[3, 5, 7]]), torch.tensor([[0, 1, 2]])
+    plain = drafter.embed(tokens, positions)
+    drafter.switches = drafter.switches.__class__(blank_first=True)
+    blank = drafter.embed(tokens, positions)
+    assert not blank[:, 0].any()
+    assert torch.equal(blank[:, 1:], plain[:, 1:])
+    assert plain.abs().sum(-1).all()

@@ -84,15 +84,6 @@ def test_what_does_not_load_is_listed_as_a_problem(damaged, what):
     assert "none found" not in as_text(report)
 
 
-@pytest.mark.parametrize("config", [{"rope_theta": None}, {"hidden_size": 0}, {"num_attention_heads": "4"}])
-def test_a_value_that_cannot_be_is_one_sentence(damaged, config):
-    folder = damaged("EAGLE", None, config)
-    for attempt in (inspect, lambda path: load_drafter(path, make_target())):
-        with pytest.raises(ValueError, match=r"config.json") as refusal:
-            attempt(folder)
-        assert "\n" not in str(refusal.value)
-
-
 def test_tokens_out_of_order_are_a_doubt_and_an_embedding_that_is_not_read_may_hold_anything(damaged):
     """Exporters have been seen to leave one unfilled."""
 
@@ -172,17 +163,9 @@ def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, drafter_path, tar
     assert run_here(main_of("generate"), *words, "--allow-nonfinite").returncode == 0
 
 
-def test_weights_are_looked_at_one_at_a_time_and_not_kept(damaged, monkeypatch):
-    """`inspect` holds no weights, whatever the size of the checkpoint."""
-    folder, asked = damaged("EAGLE"), []
-
-    def watched(path, only):
-        asked.append(set(only))
-        return read_tensors(path, only)
-
-    monkeypatch.setattr("specdec.drafters.formats.read_tensors", watched)
-    checkpoint = open_checkpoint(folder, headers=True)
-    assert asked == [{"d2t", "t2d"}, set(checkpoint.tensors)]
+def test_no_weights_are_kept_to_inspect_a_checkpoint(damaged):
+    """Whatever its size."""
+    checkpoint = open_checkpoint(damaged("EAGLE"), headers=True)
     assert {name for name, tensor in checkpoint.tensors.items() if not tensor.is_meta} == {"d2t", "t2d"}
 
 

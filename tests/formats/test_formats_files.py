@@ -1,6 +1,5 @@
 """The files of a checkpoint: shards, pickles, the hub's cache, token maps, heads inside a target."""
 
-import argparse
 import json
 import shutil
 from pathlib import Path
@@ -62,36 +61,10 @@ def test_shards_and_pickles_hold_the_same(kind, folder, target):
     assert same_as(folder, target, original)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("part-2.safetensors", "lacks the shard part-2.safetensors"),
-        ("", "weight_map must name files in its own folder, got ''"),
-        ("../part-2.safetensors", "weight_map must name files in its own folder, got '../part-2.safetensors'"),
-    ],
-)
-def test_a_shard_that_is_no_file_beside_the_index_is_named(name, message, folder, target):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
-    with pytest.raises(ValueError, match=message):
-        load_drafter(folder, target)
-
-
 def test_a_tensor_that_two_files_hold_is_an_error(folder, target):
     (folder / "model.safetensors").rename(folder / "head.safetensors")
     save_file({"norm.weight": torch.ones(32)}, folder / "old.safetensors")
     with pytest.raises(ValueError, match=r"norm.weight is there twice"):
-        load_drafter(folder, target)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(argparse.Namespace(), "holds more than tensors"), ({"a": 1}, "tensors by name"), ([1], "tensors by name")],
-)
-def test_pickles_of_other_things_are_refused(content, message, folder, target):
-    (folder / "model.safetensors").unlink()
-    torch.save(content, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=message):
         load_drafter(folder, target)
 
 
@@ -122,13 +95,6 @@ def test_a_token_map_keeps_its_order_and_drops_repetitions(suffix, tmp_path):
     assert read_token_map(path, 17).ids.tolist() == [7, 3, 16, 0]
     with pytest.raises(ValueError, match="holds token 16"):
         read_token_map(path, 16)
-
-
-@pytest.mark.parametrize("content", [[], {"a": 1}, [1.5], [True], "text", [-1]])
-def test_what_is_no_token_map_is_refused(content, tmp_path):
-    (tmp_path / "map.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"map.json"):
-        read_token_map(tmp_path / "map.json", 17)
 
 
 def test_a_drafter_proposes_the_tokens_of_its_map_only(folder, target, tmp_path):

@@ -244,10 +244,15 @@ def test_commands(target_path, drafter_path, tmp_path, monkeypatch, capsys):
         generate([*models, *ask, "--tree", "auto"])
     assert stopped.value.code == 2
     assert "--tree auto cannot choose: this drafter has no acceptance.json" in capsys.readouterr().err
-    main_of("tune tree")(
-        [*models, "--prompts", str(prompts), "--raw", "--max-new-tokens", "12", "--steps", "3", "--keep"]
-    )
-    assert "wrote" in capsys.readouterr().out
+    main_of("tune tree")([
+        *models, "--prompts", str(prompts), "--raw", "--max-new-tokens", "12", "--steps", "3", "--topk", "4",
+        "--num-draft-tokens", "7", "--keep", "--out", str(tmp_path / "tree.yaml"),
+    ])  # fmt: skip
+    printed = capsys.readouterr().out
+    assert "7 nodes, " in printed
+    wrote = f"{tmp_path / 'tree.yaml'}: specdec generate {' '.join(models)} --tree {tmp_path / 'tree.yaml'}\n"
+    assert f"wrote {wrote}" in printed  # without them the tree would serve another pair
+    assert parse_tree(tmp_path / "tree.yaml").num_draft_tokens == 7
     assert [m.temperature for m in read_acceptance(draft).measured] == [0.0, 1.0]
     generate([*models, *ask, "--compare"])
     printed = capsys.readouterr()

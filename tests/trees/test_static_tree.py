@@ -111,20 +111,6 @@ def test_the_optimal_tree_by_hand():
         optimal_paths([[0.5, 0.5]] * 2, 8)
 
 
-def test_the_script_writes_a_tree_that_decodes(target_path, drafter_path, tmp_path, capsys):
-    prompts, file = tmp_path / "p.txt", tmp_path / "tree.yaml"
-    prompts.write_text("The quick brown\nWhat is 12?")
-    main_of("tune tree")([
-        "--target", str(target_path), "--draft", str(drafter_path), "--prompts", str(prompts), "--out", str(file),
-        "--max-new-tokens", "16", "--num-draft-tokens", "7", "--steps", "3", "--topk", "4",
-    ])  # fmt: skip
-    printed = capsys.readouterr().out
-    assert "7 nodes, " in printed
-    pair = f"--target {target_path} --draft {drafter_path}"  # without them the tree would serve another pair
-    assert f"specdec generate {pair} --tree {file}\n" in printed
-    assert load_tree(file).num_draft_tokens == 7
-
-
 # acceptance.json with one thing wrong is refused in one sentence, which says what
 
 ENTRY = {"temperature": 0.0, "topk": 3, "steps": 3, "texts": ["001 01 - 20 -"]}

@@ -20,26 +20,18 @@ LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
 PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 12, 14, 16, 1]]
 
 
-def test_the_target_as_its_own_drafter_is_always_right():
-    """Any slip of position, slot or mask would cost acceptance. Rows are ragged, and one of a single token."""
+@pytest.mark.parametrize("kind", ["our decoder", "transformers", "sliding windows"])
+def test_the_target_as_its_own_drafter_is_always_right(kind, target_path, tmp_path):
+    """Any slip of position, slot or mask would cost acceptance. Rows are ragged, and one of a single token. Windows are
+    shorter than the text."""
     target = tiny_target()
-    bushy = StaticTree([[0], [1], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]])
-    check_always_right(target, (Chain(4), bushy))
-
-
-@pytest.mark.parametrize("kind", ["transformers", "sliding windows"])
-def test_other_kinds_of_models_are_always_right_too(kind, target_path, tmp_path):
-    """As targets and drafters at once: through transformers' modules, and with windows shorter than the text."""
     if kind == "transformers":
-        model = load_target(target_path, generic=True, tokenizer=False)
-    else:
+        target = load_target(target_path, generic=True, tokenizer=False)
+    elif kind == "sliding windows":
         save_hf(tmp_path / "model", "gemma3_text", head_dim=8, sliding_window=16, layer_types=LAYERS, vocab_size=17)
-        model = load_target(tmp_path / "model", tokenizer=False)
-    check_always_right(model, (Chain(4), StaticTree([[1], [0], [0, 0], [0, 0, 0], [0, 0, 0, 0], [1, 0]])))
-
-
-def check_always_right(target, policies):
-    for policy in policies:
+        target = load_target(tmp_path / "model", tokenizer=False)
+    bushy = StaticTree([[0], [1], [0, 0], [1, 0], [0, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0, 0], [0, 1, 0, 0]])
+    for policy in (Chain(4), bushy):
         rows = Engine(target, DraftModel(target), policy).generate(PROMPTS, max_new_tokens=41, eos=NONE).rows
         assert all(accepted == 4 for row in rows for accepted in row.trace.accepted)
         (row,) = Engine(target, DraftModel(target), policy).generate(PROMPTS[1:2], max_new_tokens=41, eos=NONE).rows
@@ -84,15 +76,12 @@ def test_it_takes_the_targets_dtype(target_path):
     assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
 
 
-def test_no_checkpoint_is_refused(target):
-    with pytest.raises(ValueError, match="a checkpoint of its own: give its folder or hub name"):
-        draft_model.create(target, path=None)
-
-
 def test_another_vocabulary_is_refused(target, tmp_path):
     save_hf(tmp_path / "other", "llama", vocab_size=target.config.vocab + 1)
     with pytest.raises(ValueError, match=r"vocabulary of \d+, the target one of \d+; they may differ"):
         load_drafter(tmp_path / "other", target)
+    with pytest.raises(ValueError, match="a checkpoint of its own: give its folder or hub name"):
+        draft_model.create(target, path=None)
 
 
 @pytest.mark.parametrize(("own", "drafts"), [(0, 8), (8, 0), (24, 8)])

@@ -147,10 +147,13 @@ def permuted(offsets: bool, order: list[int] | torch.Tensor):
     return change
 
 
-def publish(folder, case: str):
-    """Write the checkpoint of a case as its publisher would."""
+def publish(folder, case: str, change=None, **fields):
+    """Write the checkpoint of a case as its publisher would, but for a change of its tensors and other fields."""
     _, config, shapes, maps = PUBLISHED[case]
-    return written(folder, config, random_tensors(shapes, maps))
+    tensors = random_tensors(shapes, maps)
+    if change:
+        change(tensors)
+    return written(folder, config | fields, {name: tensor.contiguous() for name, tensor in tensors.items()})
 
 
 def make_target(**fields) -> Target:

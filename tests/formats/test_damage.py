@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers import main_of, run_here, save_hf, tiny_drafter, tiny_target
-from published import CONFIG, PUBLISHED, H, U, V, make_target, mtp_shapes, permuted, random_tensors, without, written
+from published import CONFIG, H, U, V, make_target, mtp_shapes, permuted, random_tensors, without, written
 
 from specdec.drafters.formats import load_drafter, open_checkpoint
 from specdec.drafters.formats.convert import convert
@@ -59,23 +59,10 @@ DAMAGE = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def damaged(tmp_path):
-    def make(case, change=None, config=None):
-        _, base, shapes, maps = PUBLISHED[case]
-        tensors = random_tensors(shapes, maps)
-        if change:
-            change(tensors)
-        tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        return written(tmp_path / "draft", base | (config or {}), tensors)
-
-    return make
-
-
 @pytest.mark.parametrize("what", DAMAGE)
-def test_what_does_not_load_is_listed_as_a_problem(damaged, what):
+def test_what_does_not_load_is_listed_as_a_problem(tmp_path, what):
     case, change, config, words = DAMAGE[what]
-    folder = damaged(case, change, config)
+    folder = publish(tmp_path / "it", case, change, **config)
     with pytest.raises(ValueError, match=r".") as refusal:
         load_drafter(folder, make_target())
     assert "\n" not in str(refusal.value)
@@ -84,14 +71,14 @@ def test_what_does_not_load_is_listed_as_a_problem(damaged, what):
     assert "none found" not in as_text(report)
 
 
-def test_tokens_out_of_order_are_a_doubt_and_an_embedding_that_is_not_read_may_hold_anything(damaged):
+def test_tokens_out_of_order_are_a_doubt_and_an_embedding_that_is_not_read_may_hold_anything(tmp_path):
     """Exporters have been seen to leave one unfilled."""
 
     def change(tensors):
         permuted(False, ROLLED)(tensors)
         tensors["embed_tokens.weight"] = torch.full((V, 32), NAN)
 
-    folder = damaged("EAGLE", change)
+    folder = publish(tmp_path / "it", "EAGLE", change)
     with pytest.warns(UserWarning, match="not in ascending order"):
         drafter = load_drafter(folder, make_target())
     assert drafter.conventions["embedding"] == "the target's, not the file's"
@@ -101,8 +88,8 @@ def test_tokens_out_of_order_are_a_doubt_and_an_embedding_that_is_not_read_may_h
     assert as_text(report).endswith("see the doubts")
 
 
-def test_acceptance_that_cannot_be_read_is_a_problem(damaged):
-    folder = damaged("EAGLE")
+def test_acceptance_that_cannot_be_read_is_a_problem(tmp_path):
+    folder = publish(tmp_path / "it", "EAGLE")
     (folder / "acceptance.json").write_text("{")
     with pytest.raises(ValueError, match="acceptance"):
         load_drafter(folder, make_target())
@@ -146,8 +133,8 @@ def test_a_target_with_nan_is_refused_unless_allowed(tmp_path, family, capfd):
     capfd.readouterr()  # notes of what transformers' modules decode
 
 
-def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, drafter_path, target_path, tmp_path):
-    folder = damaged("EAGLE", put("fc.weight", NAN))
+def test_a_drafter_with_nan_is_refused_unless_allowed(drafter_path, target_path, tmp_path):
+    folder = publish(tmp_path / "it", "EAGLE", put("fc.weight", NAN))
     with pytest.raises(ValueError, match=r"fc.weight holds 1 NaN among 3072 values; .*--allow-nonfinite"):
         load_drafter(folder, make_target())
     drafter = load_drafter(folder, make_target(), allow_nonfinite=True)
@@ -163,9 +150,9 @@ def test_a_drafter_with_nan_is_refused_unless_allowed(damaged, drafter_path, tar
     assert run_here(main_of("generate"), *words, "--allow-nonfinite").returncode == 0
 
 
-def test_no_weights_are_kept_to_inspect_a_checkpoint(damaged):
+def test_no_weights_are_kept_to_inspect_a_checkpoint(tmp_path):
     """Whatever its size."""
-    checkpoint = open_checkpoint(damaged("EAGLE"), headers=True)
+    checkpoint = open_checkpoint(publish(tmp_path / "it", "EAGLE"), headers=True)
     assert {name for name, tensor in checkpoint.tensors.items() if not tensor.is_meta} == {"d2t", "t2d"}
 
 

@@ -1,10 +1,8 @@
 """The traps of published checkpoints: each test holds the right reading against the wrong one."""
 
-import copy
-
 import pytest
 import torch
-from published import CONFIG, NESTED, PUBLISHED, H, V, make_target, mtp_shapes, random_tensors, without, written
+from published import CONFIG, NESTED, H, V, make_target, mtp_shapes, random_tensors, written
 
 from specdec.drafters.formats import load_drafter
 from specdec.model.rope import Rope
@@ -18,10 +16,13 @@ def case(tmp_path):
     counter = iter(range(100))
 
     def load(name: str, target=None, drop: tuple[str, ...] = (), tensors: dict | None = None, **config):
-        _, base, shapes, maps = PUBLISHED[name]
-        merged = copy.deepcopy(base) | config
-        found = without(random_tensors(shapes, maps) | (tensors or {}), *drop)
-        return load_drafter(written(tmp_path / str(next(counter)), merged, found), target or make_target())
+        def change(found: dict) -> None:
+            found.update(tensors or {})
+            for key in drop:
+                del found[key]
+
+        folder = publish(tmp_path / str(next(counter)), name, change, **config)
+        return load_drafter(folder, target or make_target())
 
     return load
 

@@ -227,12 +227,6 @@ def test_what_a_busy_machine_says_is_not_kept(pair, monkeypatch, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_drafter_without_acceptance(pair):
-    pair[1].acceptance = None
-    with pytest.raises(ValueError, match=r"has no acceptance\.json"):
-        choose_tree(*pair)
-
-
 def test_commands(target_path, drafter_path, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     draft, prompts = tmp_path / "draft", tmp_path / "prompts.txt"

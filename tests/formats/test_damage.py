@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers import main_of, run_here, save_hf, tiny_drafter, tiny_target
-from published import CONFIG, H, U, V, make_target, mtp_shapes, permuted, random_tensors, without, written
+from published import CONFIG, H, U, V, make_target, mtp_shapes, permuted, publish, random_tensors, without, written
 
 from specdec.drafters.formats import load_drafter, open_checkpoint
 from specdec.drafters.formats.convert import convert

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from published import CONFIG, NESTED, H, V, make_target, mtp_shapes, random_tensors, written
+from published import CONFIG, NESTED, H, V, make_target, mtp_shapes, publish, random_tensors, written
 
 from specdec.drafters.formats import load_drafter
 from specdec.model.rope import Rope

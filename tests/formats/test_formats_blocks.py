@@ -42,14 +42,6 @@ def drafter_of(name: str):
     return golden_drafter(name, extra=heads)
 
 
-@pytest.mark.parametrize("sign", ["layer_fusion_weights", "hidden_correction.gate_proj.weight", {"model_arch": "dfly"}])
-def test_fusions_of_angelspec_are_refused(sign):
-    """DFlare and DFly."""
-    extra, fields = ({sign: torch.zeros(2, 3)}, {}) if isinstance(sign, str) else ({}, sign)
-    with pytest.raises(ValueError, match="dflash: DFlare and DFly drafters are not supported; supported are DFlash, "):
-        golden_drafter("dflash", extra=extra, **fields)
-
-
 def test_a_part_of_the_vocabulary(target, tmp_path):
     """The layout of speculators has the map, and a head of its own; the others refuse it. vLLM would make all layers
     causal there, unless windows are said not to be."""
@@ -215,6 +207,9 @@ def test_servers_that_cannot(kind, server, message, tmp_path):
         ("dflash", {"block_size": 1}, "drafts nothing"),
         ("dflash", {"layer_types": ["full_attention", "sliding_attention"]}, "window of at least 1"),
         ("dflash", {"vocab_size": 300}, "vocabulary of 300"),
+        ("dflash", {"extra": {"layer_fusion_weights": torch.zeros(2, 3)}}, "dflash: DFlare and DFly drafters are not"),
+        ("dflash", {"extra": {"hidden_correction.gate_proj.weight": torch.zeros(2, 3)}}, "supported are DFlash, "),
+        ("dflash", {"model_arch": "dfly"}, "DFlare and DFly drafters are not supported"),
         ("peagle", {"mask_token_id": None}, "lacks the number mask_token_id"),
         ("peagle", {"mask_token_id": 320}, "the embedding has 320 rows"),
         ("peagle", {"block_size": 1}, "a block has 2 at least"),

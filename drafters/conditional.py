@@ -30,10 +30,11 @@ class ConditionalHead(nn.Module):
     head: LinearMap  # [U,R], with a row for each token of the draft vocabulary
     state = 0  # width of what is carried, without the embedding of the last token
     candidates = 0  # it chooses among so many tokens, the best by the base logits; 0: among all
+    own_settings: tuple[str, ...] = ()  # names of further settings
 
     def settings(self) -> dict[str, int]:
         """What else it is made of, by name."""
-        return {}
+        return {name: getattr(self, name) for name in self.own_settings}
 
     def begin(self, anchor: Tensor) -> Tensor:
         """Return the state [B,1,C] after reading the anchor [B,1]."""
@@ -126,6 +127,7 @@ class Domino(ConditionalHead):
     """
 
     embedding: Tensor  # [V,H]
+    own_settings = ("state", "prefix")
 
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, state: int = 1024, prefix: int = 1):
         """state: width of the GRU. prefix: so many of the first slots that draft keep their base logits."""
@@ -135,10 +137,6 @@ class Domino(ConditionalHead):
         hidden = embedding.shape[1]
         self.token, self.past = Linear(hidden, 3 * state, bias=False), Linear(state, 3 * state, bias=False)
         self.down, self.head = Linear(hidden + state, rank, bias=False), Linear(rank, vocab.size, bias=False)
-
-    @override
-    def settings(self) -> dict[str, int]:
-        return {"state": self.state, "prefix": self.prefix}
 
     @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
@@ -162,6 +160,8 @@ class Selector(ConditionalHead):
     three narrow vectors. No other token is proposed.
     """
 
+    own_settings = ("candidates",)
+
     def __init__(self, vocab: DraftVocab, embedding: Tensor, rank: int, candidates: int = 16):
         """Build vectors of width `rank`, and let each slot propose its `candidates` best tokens by the base logits."""
         super().__init__()
@@ -170,10 +170,6 @@ class Selector(ConditionalHead):
         self.slot = Linear(embedding.shape[1], rank, bias=False)
         self.head = Linear(rank, vocab.size, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
-
-    @override
-    def settings(self) -> dict[str, int]:
-        return {"candidates": self.candidates}
 
     @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:

@@ -35,9 +35,14 @@ def test_a_file_prints_as_its_path_and_is_a_list_of_paths(file):
     assert str(tree) == str(file)
     assert (tree.topk, tree.steps, tree.num_draft_tokens) == (4, 2, 5)
     assert parse_tree(str(tree)) == tree == load_tree(file)
-    file.write_text("_target_: specdec.trees.static.Chain\nsteps: 3\n")
-    with pytest.raises(ValueError, match="it has no list `paths`"):
-        parse_tree(file)
+    for content, sentence in (
+        ("_target_: specdec.trees.static.Chain\nsteps: 3\n", "it has no list `paths`"),
+        ("paths: [[0], [1, 0]]", r"lists \[1, 0\], but not its parent"),
+        ("{", "is not a YAML file"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=sentence):
+            parse_tree(file)
 
 
 @pytest.mark.parametrize(

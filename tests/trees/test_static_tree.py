@@ -9,9 +9,7 @@ import torch
 from helpers import DRAFTERS, main_of, tiny_target
 from test_trees import check_invariants, start
 
-from specdec import registry
 from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
-from specdec.api import load_tree
 from specdec.drafters.formats import load_drafter, save_drafter
 from specdec.model.loader import load_target
 from specdec.training.loop.evaluate import Decoding
@@ -64,21 +62,6 @@ def test_every_node_is_what_its_own_path_drafts(name):
 def test_what_is_no_tree_is_refused(paths, sentence):
     with pytest.raises(ValueError, match=sentence):
         StaticTree(paths)
-
-
-def test_files(tmp_path):
-    assert load_tree(registry.CONF / "tree" / "static.yaml").num_draft_tokens == 16
-    file = tmp_path / "tree.json"
-    file.write_text(json.dumps({"paths": PATHS}))
-    assert load_tree(file).num_draft_tokens == len(PATHS) + 1
-    for content, sentence in (
-        ("paths: 3", "it has no list `paths`"),
-        ("paths: [[0], [1, 0]]", r"lists \[1, 0\], but not its parent"),
-        ("{", "is not a YAML file"),
-    ):
-        file.write_text(content)
-        with pytest.raises(ValueError, match=sentence):
-            load_tree(file)
 
 
 # The optimal tree

@@ -182,22 +182,6 @@ def test_a_pard_folder_is_a_language_model_for_others(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "server", "message"),
-    [
-        ("peagle", "sglang", "not P-EAGLE"),
-        ("peagle-speculators", "vllm", "knows no norm for each tap"),
-        ("pard", "sglang", "not PARD"),
-        ("pard2", "vllm", "and not with PARD-2"),
-    ],
-)
-def test_servers_that_cannot(kind, server, message, tmp_path):
-    target = tiny_target()
-    save_drafter(tiny_parallel(target, kind), tmp_path / "it", target)
-    with pytest.raises(ValueError, match=message):
-        export(tmp_path / "it", tmp_path / "out", server, tmp_path)
-
-
-@pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
         ("dflash", {"dflash_config": {"mask_token_id": 318}}, "target_layer_ids must be a list"),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import specdec
 from specdec.acceptance import FILE, read_acceptance
-from specdec.drafters import dflash, eagle, eagle3, medusa, mtp
+from specdec.drafters import dflash, eagle, eagle3, medusa, mtp, pard, peagle
 from specdec.drafters.formats import FAMILIES, load_drafter, open_checkpoint, save_drafter
 from specdec.drafters.formats.convert import convert, export, start_command, without_a_form
 from specdec.drafters.vocab import DraftVocab
@@ -259,6 +259,13 @@ def drafters_for(target):
             {"sglang": "drafter=eagle3", "vllm": "drafter.draft_vocab_size=null"},
         ),
         "MTP": (mtp.create(target), {"sglang": "drafter=eagle3", "vllm": "drafter=eagle3"}),
+        "P-EAGLE": (peagle.create(target, layers=2, taps=(1, 3, 5)), {"sglang": "not P-EAGLE"}),
+        "P-EAGLE, normed": (
+            peagle.create(target, layers=2, taps=(1, 3, 5), tap_norms=True),
+            {"sglang": "not P-EAGLE", "vllm": "drafter.tap_norms=false"},
+        ),
+        "PARD": (pard.create(target, layers=1), {"sglang": "not PARD"}),
+        "PARD-2": (pard.create(target, layers=1, taps=(1,)), {"sglang": "not PARD", "vllm": "drafter.taps=null"}),
     }
 
 

@@ -75,10 +75,7 @@ def test_a_text_is_counted_in_pieces(tmp_path, monkeypatch):
     assert module.counts_of(target, [], [path]).equal(torch.bincount(whole, minlength=target.vocab))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["word " * 999, "Hello, wörld! 12 345\na\tb  c ...\n" * 99, "x" * 4999, " " * 4999, "\n" * 4999, "x\n  " * 999, ""],
-)
+@pytest.mark.parametrize("text", ["word " * 999, "x" * 4999, " " * 4999, "\n" * 4999, "x\n  " * 999, ""])
 def test_pieces_of_a_text_without_ends_are_bounded(text):
     pieces = list(pieces_of(io.StringIO(text), 100))
     assert "".join(pieces) == text

@@ -156,10 +156,10 @@ class TransformersTarget(LanguageModel):
 
     @override
     def new_cache(self, rows: int, slots: int) -> KVCache:
-        sizes = rows, slots, *self.cache_shape
+        sizes, like = (rows, slots, *self.cache_shape), self.embed.weight
         if not self.states:
-            return KVCache(self.config.layers, *sizes, like=self.embed.weight)
-        return HybridCache(self.attention, self.states, *sizes, like=self.embed.weight, budget=self.state_budget)
+            return KVCache(self.config.layers, *sizes, like=like)
+        return HybridCache(self.attention, self.states, self.state_budget, *sizes, like=like)
 
     @override
     def cache_bytes(self, rows: int, slots: int) -> int:

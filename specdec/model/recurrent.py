@@ -158,17 +158,9 @@ class HybridCache(KVCache):
     """The slots of a model's attention layers, and a `RecurrentCache` for each recurrent layer."""
 
     def __init__(
-        self,
-        attention: Sequence[int],
-        shapes: dict[int, State],
-        rows: int,
-        slots: int,
-        kv_heads: int,
-        head_dim: int,
-        like: Tensor,
-        budget: float,
+        self, attention: Sequence[int], shapes: dict[int, State], budget: float, rows: int, *sizes: int, like: Tensor
     ):
-        """Allocate an empty cache. `attention`: indices of the layers that attend. Other arguments as for `KVCache`.
+        """Allocate an empty cache. `attention`: indices of the layers that attend. rows, sizes, like: as for `KVCache`.
 
         shapes: states of the recurrent layers, as for `RecurrentCache.empty`. budget: bytes for windows; inf: the
         layers are exact over one position at a time only.
@@ -176,7 +168,7 @@ class HybridCache(KVCache):
         self.place = {layer: place for place, layer in enumerate(attention)}
         self.states = {layer: RecurrentCache.empty(shape, rows) for layer, shape in shapes.items()}
         self.row_bytes, self.budget = state_bytes(shapes), budget
-        super().__init__(len(attention), rows, slots, kv_heads, head_dim, like)
+        super().__init__(len(attention), rows, *sizes, like=like)
 
     def _use(self, first: int, count: int) -> None:
         super()._use(first, count)
@@ -203,7 +195,7 @@ class HybridCache(KVCache):
     @override
     def scratch(self) -> "HybridCache":
         shapes = {layer: state.tensors for layer, state in self.states.items()}
-        return HybridCache(list(self.place), shapes, 1, self.slots, *self.shape, like=self.like, budget=self.budget)
+        return HybridCache(list(self.place), shapes, self.budget, 1, self.slots, *self.shape, like=self.like)
 
     @override
     def take(self, other: KVCache, length: int) -> None:
@@ -245,8 +237,6 @@ def state_bytes(shapes: dict[int, State]) -> int:
     return sum(x[0].nbytes for shape in shapes.values() for x in shape.values())
 
 
-def hybrid_bytes(
-    layers: int, shapes: dict[int, State], rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor
-) -> int:
+def hybrid_bytes(layers: int, shapes: dict[int, State], rows: int, *sizes: int, like: Tensor) -> int:
     """Return the most bytes of a `HybridCache`: slots, states twice while rows commit, and windows."""
-    return cache_bytes(layers, rows, slots, kv_heads, head_dim, like) + 2 * rows * state_bytes(shapes) + BUDGET
+    return cache_bytes(layers, rows, *sizes, like=like) + 2 * rows * state_bytes(shapes) + BUDGET

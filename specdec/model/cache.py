@@ -120,11 +120,6 @@ class KVCache:
         keys.index_copy_(0, slots, k.reshape(slots.shape[0], -1))
         values.index_copy_(0, slots, v.reshape(slots.shape[0], -1))
 
-    def read(self, layer: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the slots from `first` on, each [B,K,count,Dh]."""
-        keys, values = self.heads[layer]
-        return keys.narrow(2, first, count), values.narrow(2, first, count)
-
     def committed(self, row: int) -> list[Tensor]:
         """Return the stored state of a row's committed tokens: all that later forwards see of them."""
         length = int(self.lens[row])

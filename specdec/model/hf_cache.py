@@ -31,9 +31,9 @@ class SlotCache(Cache):
         widest = self.cache.layers[place].shape[-1]
         padded = (F.pad(x, (0, widest - x.shape[-1])).transpose(1, 2).to(self.slots.device) for x in new)
         self.cache.write(place, self.slots, *padded)
-        stored = self.cache.read(place, 0, self.visible)
+        stored = zip(self.cache.heads[place], new, strict=True)
         # A layer may be on another device than the cache (`model.hf_devices`).
-        return tuple(x.narrow(3, 0, y.shape[-1]).to(y.device) for x, y in zip(stored, new, strict=True))
+        return tuple(x[:, :, : self.visible, : y.shape[-1]].to(y.device) for x, y in stored)
 
     @override
     def get_seq_length(self, layer_idx: int = 0) -> int:

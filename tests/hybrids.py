@@ -1,4 +1,4 @@
-"""Tiny models with recurrent layers, one of each kind that transformers' modules run exactly."""
+"""Tiny models with recurrent layers, one of each kind that transformers' modules run exactly, and parts of configs."""
 
 from helpers import save_hf
 
@@ -13,12 +13,9 @@ LINEAR = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-MOE = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
+SMALL_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MOE = SMALL_MOE | {"shared_expert_intermediate_size": 16}
+MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 MAMBA = {
     "mamba_n_heads": 12,
     "mamba_d_head": 8,

@@ -3,9 +3,8 @@
 import pytest
 import torch
 from helpers import assert_same_greedy_text, assert_tree_matches, edit_config, edit_tensors, save_hf
-from safetensors.torch import load_file, save_file
+from hybrids import MLA, SMALL_MOE
 from tape import NoHostSync
-from test_ends import MLA, SMALL_MOE
 from transformers import AutoModelForCausalLM
 
 from specdec.model.hf_target import TransformersTarget
@@ -24,6 +23,7 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
     },
 }
+GEMMA3_TEXT = {key: value for key, value in GEMMA3.items() if key != "family"}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -171,27 +171,6 @@ def test_gemma3_half_precision_rounds_as_transformers_does(tmp_path):
     assert torch.equal(target.blocks[0].input_norm(first[0]), norm(first[0]))
 
 
-@pytest.mark.parametrize("prefixes", [("language_model.model.", ""), ("model.language_model.", "model.")])
-def test_the_text_part_of_gemma3_that_sees(prefixes, tmp_path):
-    """Both orders of names, with the vision part ignored. Released configs leave most text fields out."""
-    text_prefix, eye_prefix = prefixes
-    model = save_hf(tmp_path, **GEMMA3)
-    file = tmp_path / "model.safetensors"
-    tensors = {name.replace("model.", text_prefix, 1): value for name, value in load_file(file).items()}
-    tensors[f"{eye_prefix}vision_tower.vision_model.post_layernorm.weight"] = torch.ones(3)
-    tensors[f"{eye_prefix}multi_modal_projector.mm_soft_emb_norm.weight"] = torch.ones(3)
-    save_file(tensors, file)
-    text = edit_config(tmp_path, "tie_word_embeddings", "hidden_activation")
-    edit_config(tmp_path, *text)
-    edit_config(tmp_path, model_type="gemma3", text_config=text)
-    ids = torch.randint(99, (1, 20))
-    logits, _ = load_target(tmp_path, tokenizer=False)(ids, None)
-    torch.testing.assert_close(logits, model(ids).logits, rtol=0, atol=1e-4)
-    edit_tensors(tmp_path, **{"model.extra": torch.ones(1)})
-    with pytest.raises(ValueError, match=r"holds the tensor model\.extra"):
-        load_target(tmp_path, tokenizer=False)
-
-
 OLDER_ROPE = {"rope_theta": 5e3, "rope_local_base_freq": 300.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
 OLDER = {  # fields, those that are dropped, and those that say the same
     "llama3": (
@@ -238,9 +217,6 @@ def test_heads_for_multi_token_prediction_are_set_aside_and_nothing_else(family,
     edit_tensors(tmp_path, **{other: torch.ones(2)})
     with pytest.raises(ValueError, match=f"holds the tensor {other}"):
         load_target(tmp_path, tokenizer=False)
-
-
-GEMMA3_TEXT = {key: value for key, value in GEMMA3.items() if key != "family"}
 
 
 @pytest.mark.parametrize(

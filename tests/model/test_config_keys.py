@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import SMALL, save_hf
-from test_archs import GEMMA3, LLAMA3_ROPE
+from test_archs import GEMMA3_TEXT, LLAMA3_ROPE
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -26,7 +26,7 @@ FAMILIES = {
     "mistral": {"sliding_window": 8, "head_dim": 16},
     "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOWED},
     "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **WINDOWED},
-    "gemma3_text": {key: value for key, value in GEMMA3.items() if key != "family"},
+    "gemma3_text": GEMMA3_TEXT,
 }
 ROPES = [
     {"rope_type": "default", "rope_theta": 50.0},

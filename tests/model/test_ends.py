@@ -3,14 +3,12 @@
 import pytest
 import torch
 from helpers import edit_config, save_hf
-from hybrids import LINEAR, MOE
+from hybrids import LINEAR, MLA, MOE, SMALL_MOE
 from test_wrapped_targets import wrap
 
 from specdec.model.ends import load_ends
 from specdec.model.loader import load_target
 
-SMALL_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MLA = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 FAMILIES = {
     "gemma3_text": {"head_dim": 16},
     "qwen3_moe": SMALL_MOE | {"head_dim": 16},

@@ -4,8 +4,9 @@ import json
 
 import pytest
 import torch
-from helpers import edit_tensors, save_hf
+from helpers import edit_config, edit_tensors, save_hf
 from safetensors.torch import load_file, save_file
+from test_archs import GEMMA3_TEXT
 
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.loader import load_target
@@ -16,7 +17,11 @@ NAMINGS = {
     "newer": ("model.language_model.", "lm_head."),
     "unprefixed": ("model.", "lm_head."),
 }
-FAMILIES = {"llama": Target, "olmo2": TransformersTarget}
+FAMILIES = {  # the class, the outer family, and fields
+    "llama": (Target, "llava", {}),
+    "olmo2": (TransformersTarget, "llava", {}),
+    "gemma3_text": (Target, "gemma3", GEMMA3_TEXT),
+}
 
 
 def wrap(inner, folder, naming: str, **outer) -> None:
@@ -38,10 +43,12 @@ def wrap(inner, folder, naming: str, **outer) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.inference_mode()
 def test_the_text_part_equals_the_inner_model(family, naming, tmp_path, capsys):
-    model = save_hf(tmp_path / "inner", family)
-    wrap(tmp_path / "inner", tmp_path / "whole", naming)
+    kind, outer, fields = FAMILIES[family]
+    model = save_hf(tmp_path / "inner", family, **fields)
+    edit_config(tmp_path / "inner", "hidden_activation")  # released configs leave most text fields out
+    wrap(tmp_path / "inner", tmp_path / "whole", naming, model_type=outer)
     target = load_target(tmp_path / "whole", tokenizer=False)
-    assert type(target) is FAMILIES[family]
+    assert type(target) is kind
     assert "it reads and writes text only" in capsys.readouterr().err
     assert target.eos == {2}
     ids = torch.randint(99, (2, 20))

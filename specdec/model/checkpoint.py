@@ -40,18 +40,17 @@ def read_tensors(folder: Path, only: Collection[str] | None = None) -> Iterator[
 def read_file(file: Path, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a safetensors file: all, or those in `only`. Weights in int8 become fp32."""
     with _safe_open(file) as reader:
-        rounded = _rounded(reader)
-        for name in reader.keys():  # noqa: SIM118 (safe_open is not a dict)
-            if name.removesuffix(SCALE) in rounded - {name} or not (only is None or name in only):
-                continue
-            tensor = reader.get_tensor(name)
-            yield name, tensor.float() * reader.get_tensor(name + SCALE) if name in rounded else tensor
+        for name, rounded in _entries(reader):
+            if only is None or name in only:
+                tensor = reader.get_tensor(name)
+                yield name, tensor.float() * reader.get_tensor(name + SCALE) if rounded else tensor
 
 
-def _rounded(reader: safe_open) -> set[str]:
-    """Return the names of int8 tensors that have scales in the same file (`round_rows`)."""
-    names = set(reader.keys())
-    return {name for name in names if name + SCALE in names and reader.get_slice(name).get_dtype() == "I8"}
+def _entries(reader: safe_open) -> list[tuple[str, bool]]:
+    """Return the tensors' names, without scales, and whether each is in int8 with scales in the file (`round_rows`)."""
+    names = dict.fromkeys(reader.keys())
+    rounded = {name for name in names if name + SCALE in names and reader.get_slice(name).get_dtype() == "I8"}
+    return [(name, name in rounded) for name in names if name.removesuffix(SCALE) not in rounded - {name}]
 
 
 def holds_int8(folder: Path) -> bool:
@@ -59,7 +58,7 @@ def holds_int8(folder: Path) -> bool:
     for file in weight_files(folder):
         if file.suffix == ".safetensors":
             with _safe_open(file) as reader:
-                if _rounded(reader):
+                if any(rounded for _, rounded in _entries(reader)):
                     return True
     return False
 
@@ -96,12 +95,9 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
 def _safetensors_headers(file: Path) -> dict[str, Tensor]:
     headers = {}
     with _safe_open(file) as reader:
-        rounded = _rounded(reader)
-        for name in reader.keys():  # noqa: SIM118
-            if name.removesuffix(SCALE) in rounded - {name}:
-                continue
+        for name, rounded in _entries(reader):
             part = reader.get_slice(name)
-            dtype = torch.float32 if name in rounded else SAFETENSORS_DTYPES.get(part.get_dtype())
+            dtype = torch.float32 if rounded else SAFETENSORS_DTYPES.get(part.get_dtype())
             if dtype is None:
                 raise ValueError(f"{file}: tensor {name} has the dtype {part.get_dtype()}, which is not supported")
             headers[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")

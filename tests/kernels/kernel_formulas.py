@@ -172,6 +172,27 @@ def vocabulary_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
     }
 
 
+def pool_of(w: int, steps: int, b: int, seed: int, ties: bool) -> Pool:
+    """What a random drafter would have a dynamic tree draft."""
+    g = torch.Generator().manual_seed(seed)
+
+    def gains(nodes: int):
+        x = -torch.rand(b, nodes, w, generator=g) * 3
+        return (x.round() if ties else x).sort(dim=2, descending=True).values
+
+    scores, places = gains(1)[:, 0], torch.arange(1, w + 1).expand(b, w)
+    seen, itself = torch.eye(w).bool().expand(b, w, w), torch.eye(w).bool()
+    found = [(torch.randint(0, 50_000, (b, w), generator=g), scores, torch.zeros_like(places))]
+    for depth in range(1, steps):
+        tokens = torch.randint(0, 50_000, (b, w, w), generator=g)
+        start = 1 + DynamicTree.candidates(w, depth)
+        every, parents, scores, _, _, places, seen = next_level(
+            itself, scores, places, seen, gains(w), tokens, start, w
+        )
+        found.append((tokens.flatten(1), every, parents))
+    return Pool(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
+
+
 def tree_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
     """What a level of a dynamic tree does around attention and head, and the selection of its nodes."""
     from specdec import ops
@@ -184,13 +205,7 @@ def tree_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
     itself = torch.eye(WIDTH, dtype=torch.bool, device=s.device)
     scores, places = gains[:, :, 0].contiguous(), s.range(WIDTH)[None]
     level = scores, places, itself.repeat(1, 1, 3), gains, tokens, 1 + tree.candidates(WIDTH, 3), WIDTH
-    levels = [(gains[:, 0], tokens[:, 0], tree.no_parents[None].to(s.device))]
-    for depth in range(1, STEPS):  # every candidate is the child of one of the level before, and scores below it
-        before = 1 + (tree.candidates(WIDTH, depth - 1) if depth > 1 else 0)
-        worse = levels[-1][0][:, :WIDTH, None] + gains
-        parents = s.range(before, before + WIDTH).repeat_interleave(WIDTH)
-        levels.append((worse.flatten(1), tokens.flatten(1), parents[None]))
-    pool = Pool(*(torch.cat([level[i] for level in levels], 1) for i in (1, 0, 2)))
+    pool = Pool(*(x.to(s.device) for x in pool_of(WIDTH, STEPS, 1, seed=0, ties=False)))
     root = s.range(1, 2)
     return {
         "tree_level": KernelCase(

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from kernel_cases import on_devices
+from kernel_formulas import pool_of
 
 from specdec.ops.cuda import tree_level, tree_select
-from specdec.trees import DynamicTree
-from specdec.trees.dynamic import Pool, best_tree, next_level
+from specdec.trees.dynamic import best_tree, next_level
 
 pytestmark = on_devices
 
@@ -43,27 +43,6 @@ def test_a_last_level_chooses_nothing(device):
     wanted = next_level(torch.eye(4).bool(), *given, 17, 0)
     assert [torch.equal(a.cpu(), b) for a, b in zip(made[:2], wanted, strict=True)] == [True, True]
     assert not any(x.numel() for x in made[2:])
-
-
-def pool_of(w: int, steps: int, b: int, seed: int, ties: bool) -> Pool:
-    """What a random drafter would have a dynamic tree draft."""
-    g = torch.Generator().manual_seed(seed)
-
-    def gains(nodes: int):
-        x = -torch.rand(b, nodes, w, generator=g) * 3
-        return (x.round() if ties else x).sort(dim=2, descending=True).values
-
-    scores, places = gains(1)[:, 0], torch.arange(1, w + 1).expand(b, w)
-    seen, itself = torch.eye(w).bool().expand(b, w, w), torch.eye(w).bool()
-    found = [(torch.randint(0, 50_000, (b, w), generator=g), scores, torch.zeros_like(places))]
-    for depth in range(1, steps):
-        tokens = torch.randint(0, 50_000, (b, w, w), generator=g)
-        start = 1 + DynamicTree.candidates(w, depth)
-        every, parents, scores, _, _, places, seen = next_level(
-            itself, scores, places, seen, gains(w), tokens, start, w
-        )
-        found.append((tokens.flatten(1), every, parents))
-    return Pool(*(torch.cat(parts, 1) for parts in zip(*found, strict=True)))
 
 
 @pytest.mark.parametrize(("w", "steps", "n"), [(1, 4, 5), (1, 1, 2), (2, 3, 5), (3, 4, 20), (3, 3, 22), (10, 8, 60)])

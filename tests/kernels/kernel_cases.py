@@ -35,11 +35,3 @@ def close(got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor | float
     """Assert |got - wanted| <= allowed everywhere; NaN fails."""
     excess = (got.double() - wanted).abs() - allowed
     assert (excess <= 0).all(), f"off by {excess.nan_to_num(torch.inf).max():.1e} more than rounding explains"
-
-
-def move_accepted(layers: list[torch.Tensor], lens: torch.Tensor, path: torch.Tensor, n: torch.Tensor) -> None:
-    """The formula of `commit`, in place: in increasing order no source has been overwritten."""
-    for b in range(len(path)):
-        for k in range(1, int(n[b])):
-            for kv in layers:
-                kv[:, b, lens[b] + k] = kv[:, b, lens[b] + path[b, k]]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import FINE, close, in_dtypes, move_accepted, on_devices, roundings, sums
+from kernel_cases import FINE, close, in_dtypes, on_devices, roundings, sums
 
 from specdec.model.cache import KVCache
 from specdec.model.rope import Rope
@@ -105,7 +105,9 @@ def test_commit(device, dtype, lens, path, n, kv_heads, dim):
     cache.lens.copy_(torch.tensor(lens))
     wanted = [kv.clone() for kv in cache.layers]
     path, n = torch.tensor(path, device=device), torch.tensor(n, device=device)
-    move_accepted(wanted, cache.lens, path, n)
+    for b, k in ((b, k) for b in range(len(lens)) for k in range(1, int(n[b]))):  # in order no source is overwritten
+        for kv in wanted:
+            kv[:, b, lens[b] + k] = kv[:, b, lens[b] + path[b, k]]
     addresses = torch.tensor([kv.data_ptr() for kv in cache.layers], device=device)
     commit.launch(addresses, cache.layers[0], cache.lens, path, n)
     for got, want in zip(cache.layers, wanted, strict=True):

@@ -105,9 +105,10 @@ def test_commit(device, dtype, lens, path, n, kv_heads, dim):
     cache.lens.copy_(torch.tensor(lens))
     wanted = [kv.clone() for kv in cache.layers]
     path, n = torch.tensor(path, device=device), torch.tensor(n, device=device)
-    for b, k in ((b, k) for b in range(len(lens)) for k in range(1, int(n[b]))):  # in order no source is overwritten
-        for kv in wanted:
-            kv[:, b, lens[b] + k] = kv[:, b, lens[b] + path[b, k]]
+    for b, length in enumerate(lens):
+        for k in range(1, int(n[b])):  # in this order no source has been overwritten
+            for kv in wanted:
+                kv[:, b, length + k] = kv[:, b, length + path[b, k]]
     addresses = torch.tensor([kv.data_ptr() for kv in cache.layers], device=device)
     commit.launch(addresses, cache.layers[0], cache.lens, path, n)
     for got, want in zip(cache.layers, wanted, strict=True):

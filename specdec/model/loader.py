@@ -101,8 +101,7 @@ def load_target(
         return model_in_memory(path, tokenizer, generic, allow_nonfinite)
     raw = read_json((folder := resolve(path)) / "config.json")
     refuse_drafter(raw, str(path))
-    own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if tp_plan and device == "cuda" else device  # of this process
-    place = check_device(own)
+    place = check_device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if tp_plan and device == "cuda" else device)
     if place.index is not None and place.type == "cuda":
         torch.cuda.set_device(place)  # Triton launches on the current device, whatever its tensors are on
     weights = choose_dtype(dtype, text_config(raw), place)

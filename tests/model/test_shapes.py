@@ -22,7 +22,7 @@ def load(name: str) -> dict:
     return OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"))
 
 
-@pytest.mark.parametrize("name", MILLIONS)
+@pytest.mark.parametrize("name", sorted({path.stem for path in CONF.glob("*.yaml")} - {"tiny"}))
 def test_the_shapes_are_those_of_the_models(name):
     fields = load(name)["config"]
     config = read_config(fields, name)
@@ -32,10 +32,6 @@ def test_the_shapes_are_those_of_the_models(name):
     assert round(count / 1e6) == MILLIONS[name]
     theirs = random_transformers(fields, torch.bfloat16, torch.device("meta"))
     assert sum(p.numel() for p in theirs.parameters()) == count
-
-
-def test_every_shape_is_tested():
-    assert {p.stem for p in CONF.glob("*.yaml")} == set(MILLIONS) | {"tiny"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

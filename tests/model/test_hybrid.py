@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from helpers import save_hf, tiny_target
+from helpers import tiny_target
 from hybrids import HYBRIDS, hybrid_target
 
 from specdec.acceptance import Acceptance, AlongTexts
@@ -13,7 +13,6 @@ from specdec.drafters.draft_model import DraftModel
 from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, plan
 from specdec.engine.round import Round
-from specdec.model.loader import load_target
 from specdec.model.recurrent import BUDGET
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
@@ -122,11 +121,6 @@ def test_memory_counts_the_states(target):
     states = sum(x.nbytes for state in target.states.values() for x in state.values())  # of one row
     one, two = (plan(rounds, Request(rows, 8, 32)).target_cache for rows in (1, 2))
     assert two - one > 2 * states > 0
-
-
-def test_a_module_that_forgets_its_state_is_run_one_by_one(tmp_path):
-    save_hf(tmp_path, "mamba", **HYBRIDS["mamba"])
-    assert load_target(tmp_path, tokenizer=False).state_budget == float("inf")
 
 
 @pytest.mark.matrix

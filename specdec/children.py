@@ -17,6 +17,7 @@ from specdec.sampling.noise import RoundNoise
 from specdec.structs import Sampling, SamplingBatch, Verifier
 
 KINDS = ("likeliest", "coupled", "drawn")
+LIKELIEST = Children()
 
 
 def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) -> str:
@@ -41,17 +42,6 @@ def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) 
             "this verifier draws by other noise than the target's, so children that are coupled to that do not fit it"
         )
     return kind
-
-
-class Likeliest(Children):
-    """The drafter's most likely tokens, without temperature, filters or noise."""
-
-    @override
-    def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
-        return state.top(count)
-
-
-LIKELIEST = Likeliest()
 
 
 class Coupled(Children):

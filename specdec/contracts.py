@@ -94,7 +94,10 @@ class Vocabulary(Protocol):
 
 
 class Children:
-    """Rule by which a tree policy takes the children of a node (`specdec.children`)."""
+    """Rule by which a tree policy takes the children of a node (`specdec.children`).
+
+    By default these are the drafter's most likely tokens, without temperature, filters or noise.
+    """
 
     drawn: bool = False  # from the drafter's distribution: then policies ask `draw`, and say in the tree what it was
 
@@ -103,7 +106,7 @@ class Children:
 
         `level` is the tree level of the nodes (0: the root), or a slice with the level of each node.
         """
-        raise NotImplementedError
+        return state.top(count)
 
     def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
         """Draw children without replacement: logits [B,W,U] -> probabilities [B,W,U], draft ids [B,W,count] in order.

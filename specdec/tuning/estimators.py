@@ -18,11 +18,11 @@ LEAST, MOST = 1e-4, 1 - 1e-4
 
 
 class Estimator:
-    """A node's probability of being accepted, given that its parent is."""
+    """A node's probability of being accepted, given that its parent is: by default the drafter's own probability."""
 
     def edges(self, draft: Draft) -> np.ndarray:
         """Return [B,N] the probabilities given the parent; void at the root."""
-        raise NotImplementedError
+        return np.exp(draft.edges)
 
     def learn(self, outcome: Outcome) -> None:
         """Update the estimates with a round that was cut by them."""
@@ -32,14 +32,6 @@ class Estimator:
         logs = np.log(np.clip(self.edges(draft), LEAST, MOST))
         logs[:, 0] = 0.0
         return np.exp((draft.ancestors * logs[:, None]).sum(-1))
-
-
-class DraftProbability(Estimator):
-    """The drafter's own probability."""
-
-    @override
-    def edges(self, draft: Draft) -> np.ndarray:
-        return np.exp(draft.edges)
 
 
 class Calibrated(Estimator):
@@ -118,12 +110,12 @@ class Confident(Estimator):
     @override
     def edges(self, draft: Draft) -> np.ndarray:
         if draft.confidence is None:
-            return np.exp(draft.edges)
+            return super().edges(draft)
         return np.concatenate([np.ones((len(draft.edges), 1)), _sigmoid(draft.confidence)], 1)[:, : draft.nodes]
 
 
 ESTIMATORS: dict[str, type[Estimator]] = {
-    "told": DraftProbability,
+    "told": Estimator,
     "calibrated": Calibrated,
     "margin": Margin,
     "confidence": Confident,

@@ -14,7 +14,7 @@ from specdec.trees import Chain, DynamicTree
 from specdec.tuning import timing
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
 from specdec.tuning.engines import Table, Workload, adaptive_engine, make_policy
-from specdec.tuning.estimators import Calibrated, DraftProbability
+from specdec.tuning.estimators import Calibrated, Estimator
 from specdec.tuning.policy import BEGIN, BLOCK, SHARE, Bandit
 from specdec.tuning.survival import FIRST, Survival
 
@@ -238,11 +238,11 @@ def trees_of(p: list[list[float]], parents: list[int]) -> Draft:
 def test_survival_takes_the_best_nodes_of_every_row():
     """By enumeration of all sets of nodes that are closed under parents, and of all widths."""
     draft = trees_of([[0.9, 0.05, 0.8, 0.1, 0.7], [0.5, 0.4, 0.2, 0.6, 0.1]], [0, 0, 0, 1, 1, 2])
-    survival = DraftProbability().survival(draft)
+    survival = Estimator().survival(draft)
     np.testing.assert_allclose(survival[0], [1, 0.9, 0.05, 0.72, 0.09, 0.035])
     for node in (0.01, 0.1, 0.3):
         costs = costs_of(1.0, node, rows=(2,))
-        policy = Survival(costs, KINDS, [0.5] * 5, DraftProbability())
+        policy = Survival(costs, KINDS, [0.5] * 5, Estimator())
         assert policy.keep(draft) is None, "the first are verified whole"
         policy.seen, policy.drafts = FIRST, BEGIN
         chosen = policy.keep(draft)

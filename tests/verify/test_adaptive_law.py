@@ -26,7 +26,7 @@ from specdec.sampling.noise import Noise, hashes_of
 from specdec.trees import SampledTree
 from specdec.tuning import survival
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
-from specdec.tuning.estimators import DraftProbability
+from specdec.tuning.estimators import Estimator
 from specdec.tuning.survival import Survival
 from specdec.verify import BlockVerification, MultiRoundRejection
 
@@ -78,7 +78,7 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     noise, later = noise_of(ROWS, 3)
     state = drafter.state(root[:, None])
     tree = SampledTree((1, 1, 1)).grow(drafter, root, state, children_of("drawn", WARM, noise))
-    policy = Survival(curve, KINDS, [0.5] * 3, DraftProbability())
+    policy = Survival(curve, KINDS, [0.5] * 3, Estimator())
     controller = Controller(policy, drafter)
     controller.plan = Plan(3, rows=range(ROWS))
     draft = sees(controller._draft(tree, state), tree, filtered_probs(TARGET, WARM))

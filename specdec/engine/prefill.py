@@ -175,9 +175,9 @@ class Reading:
             self.prefixes.keep(prompt, [layer[:, row : row + 1] for layer in rows.layers], of_row)
 
     def take(self, prompts: abc.Sequence[abc.Sequence[int]]) -> tuple[KVCache, Tensor, Tensor | None] | None:
-        """Return the only one of these prompts, if it was read here, and drop it here.
+        """Return cache, logits [1,1,V] after the last token, and feats [1,T,F] of the only prompt, and drop it here.
 
-        That is its cache, the logits [1,1,V] after its last token, and feats [1,T,F].
+        Return None if there are several prompts, or if it was not read here.
         """
         own = None if self.sequence is None else self.sequence.prompt
         if len(prompts) != 1 or self.logits is None or prompts[0] is not own:

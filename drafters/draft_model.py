@@ -133,4 +133,4 @@ def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:
     named = config.get("architectures")
     if named and not (isinstance(named, list) and isinstance(named[0], str)):
         raise ValueError(f"config.json: architectures must be a list of names, got {shown(named)}")
-    return bool(named) and named[0].endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors
+    return "model.embed_tokens.weight" in tensors and bool(named and named[0].endswith("ForCausalLM"))

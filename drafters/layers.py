@@ -172,7 +172,7 @@ class CachedDrafter(Drafter):
     @override
     def cache_bytes(self, rows: int, slots: int) -> int:
         shape = self.shape
-        return cache_bytes(self.depth, rows, slots + self.spare, shape.kv_heads, shape.head_dim, self.embedding)
+        return cache_bytes(self.depth, rows, slots + self.spare, shape.kv_heads, shape.head_dim, like=self.embedding)
 
     @abstractmethod
     def absorb(

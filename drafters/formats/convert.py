@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -127,7 +128,7 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: Where |
     write_folder(folder, config, round_rows(tensors) if int8 else tensors, acceptance, layout.apart, pickles)
 
 
-def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts):
+def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts) -> tuple[Any, Tensors]:
     """A checkpoint that leaves the head to its target, with a copy of it if the layout has no name for that."""
     if meaning.own_head or layout.shares_head:
         return meaning, tensors

@@ -10,7 +10,7 @@ from specdec.ops.commit import commit
 from specdec.structs import Survivors
 
 
-def cache_bytes(layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor) -> int:
+def cache_bytes(layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, *, like: Tensor) -> int:
     """Return the bytes of a `KVCache` of these sizes, without lengths and other small tensors."""
     return 2 * layers * rows * slots * kv_heads * head_dim * like.element_size()
 
@@ -27,7 +27,7 @@ class KVCache:
     engine tightens `max_len` when it reads them.
     """
 
-    def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, like: Tensor):
+    def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, *, like: Tensor):
         """Allocate `rows` empty rows of `slots` slots, all in use, with the device and dtype of `like`."""
         shape = (2, rows, slots, kv_heads, head_dim)
         self.memory = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(layers)]

@@ -137,7 +137,7 @@ def layer_cases(s: Shapes, nodes: int) -> dict[str, KernelCase]:
 def commit_case(s: Shapes, context: int) -> KernelCase:
     from specdec.model.cache import KVCache
 
-    cache = KVCache(s.layers, 1, context + 64, s.kv_heads, s.dim, s.random(0))
+    cache = KVCache(s.layers, 1, context + 64, s.kv_heads, s.dim, like=s.random(0))
     path = s.range(0, 2 * STEPS, 2)[None]
     n, none = s.range(STEPS, STEPS + 1), s.range(1)
     kernel, eager = (partial(move, none, path, n) for move in (cache.move, commit.reference(cache.memory)))

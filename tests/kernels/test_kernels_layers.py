@@ -99,7 +99,7 @@ def test_rope_write(device, dtype, dim, heads, kv_heads, norm):
 )
 @pytest.mark.parametrize(("kv_heads", "dim"), [(1, 32), (3, 96)])
 def test_commit(device, dtype, lens, path, n, kv_heads, dim):
-    cache = KVCache(2, len(lens), 80, kv_heads, dim, torch.empty(0, dtype=dtype, device=device))
+    cache = KVCache(2, len(lens), 80, kv_heads, dim, like=torch.empty(0, dtype=dtype, device=device))
     for kv in cache.layers:
         kv.copy_(torch.randn(kv.shape))
     cache.lens.copy_(torch.tensor(lens))

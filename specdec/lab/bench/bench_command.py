@@ -102,7 +102,7 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     for prefix, compiled in (("compiled-", True), ("", False)):
         ours: dict[str, Callable[[], Contender]] = {
             f"{prefix}plain": partial(Ours, target, compiled=compiled),
-            f"{prefix}speculative": lambda how=compiled: Ours(target, make_drafter(), tree, verifier, how),
+            f"{prefix}speculative": partial(lambda how: Ours(target, make_drafter(), tree, verifier, how), compiled),
         }
         known = ours | known
     names = settings["suite"]["contenders"]

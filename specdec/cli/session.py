@@ -16,7 +16,7 @@ from specdec.cli.errors import StopSignals
 from specdec.cli.parser import read_flags
 from specdec.cli.reading import parse_json, read_text
 from specdec.cli.screen import Screen
-from specdec.engine.engine import Engine
+from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
 from specdec.engine.report import Observer, Observers, Reads, RoundReport
 from specdec.engine.sequence import check_prompt
@@ -227,14 +227,9 @@ def take_turns(session: Session, first: list[Generation]) -> list[tuple[float, f
 
 def merged(parts: list[Generation]) -> Generation:
     """Return several generations as one: rows concatenated, times added."""
-    result = parts[0].result
-    for part in parts[1:]:
-        keys = result.parts.keys() | part.result.parts.keys()
-        result = type(result)(
-            result.rows + part.result.rows,
-            result.seconds + part.result.seconds,
-            result.prefill_seconds + part.result.prefill_seconds,
-            {key: result.parts.get(key, 0) + part.result.parts.get(key, 0) for key in keys},
-        )
-    text = [t for part in parts for t in part.text]
-    return Generation(text, result.rows, result, parts[0].steps, parts[0].verifier)
+    results = [part.result for part in parts]
+    rows, text = [row for one in results for row in one.rows], [t for part in parts for t in part.text]
+    names = dict.fromkeys(name for one in results for name in one.parts)
+    seconds, prefill = sum(one.seconds for one in results), sum(one.prefill_seconds for one in results)
+    result = Result(rows, seconds, prefill, {name: sum(one.parts.get(name, 0) for one in results) for name in names})
+    return Generation(text, rows, result, parts[0].steps, parts[0].verifier)

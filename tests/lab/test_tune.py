@@ -1,7 +1,6 @@
 """Tuning: predictions follow the engine's rounds, real runs decide, and the file that is written decodes."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from specdec.cli.checks import read_settings
 from specdec.drafters import ngram
 from specdec.engine.engine import Engine
 from specdec.lab import tune as lab
-from specdec.lab.tune import MeasuredRate, finalists, measure_rates, predict_all, tune
+from specdec.lab.tune import MeasuredRate, Tuned, finalists, measure_rates, predict_all
 from specdec.trees import Chain, DynamicTree, StaticTree, Tree
 from specdec.trees.record import answers_to, record
 from specdec.tuning.costs import PLAIN, Kind
@@ -175,22 +174,11 @@ SETTING = "topk 2, steps 2, num_draft_tokens 5"
          f"the best one that drafts, {SETTING}, reaches 0.75 of it"),
     ],
 )  # fmt: skip
-def test_the_fastest_that_was_tried_wins(monkeypatch, plain, best, verdict):
+def test_the_fastest_that_was_tried_wins(plain, best, verdict):
     """Whatever was predicted."""
-    rates = {None: plain, CHAIN: 60.0, TREE: 75.0}
-
-    def fake(target, drafter, prompts, trees, **how):
-        return [MeasuredRate(tree, rates[tree], 2.0, []) for tree in trees]
-
-    def replay_many(accepted):
-        return [SimpleNamespace(emitted=[[2, 2], [2]], drafted=None)] * len(accepted)
-
-    monkeypatch.setattr(lab, "measure_rates", fake)
-    for kind in (Chain, DynamicTree):
-        monkeypatch.setattr(kind, "replay", lambda tree, recording: tree)
-    said = SimpleNamespace(replay_many=replay_many)
-    tuned = tune(Known({CHAIN: 1.0, TREE: 1.01, None: 0.9}), said, [CHAIN, TREE], None, None, [[1], [2]], batch=2)
-    assert tuned.ranking[0].tree == CHAIN
+    predicted, rates = {None: 1.0, CHAIN: 3.0, TREE: 2.0}, {None: plain, CHAIN: 60.0, TREE: 75.0}
+    tried = [(Prediction(t, predicted[t], 2.0, 0.1), MeasuredRate(t, rates[t], 2.0, [])) for t in rates]
+    tuned = Tuned(tried[0][0], [prediction for prediction, _ in tried[1:]], tried)
     assert (tuned.best[0].tree, tuned.best_draft[0].tree) == (best, TREE)
     assert tuned.verdict == verdict
 

@@ -1,7 +1,6 @@
 """Ways to decode that a benchmark compares: our engine, and `generate` of transformers in its several settings.
 
-With them is what is measured of a decoding: seconds of work on a device, memory that it takes, and bytes that plain
-decoding must read.
+Also what is measured: seconds of work on a device, memory, and the bytes that plain decoding must read.
 """
 
 import resource

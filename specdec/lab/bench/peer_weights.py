@@ -1,5 +1,6 @@
 """A target's weights in the formats of other engines, written from memory. Tokens are named by their numbers.
 
+So a target needs no tokenizer that another engine knows, random weights will do, and nothing is downloaded.
 `ctranslate2.specs` writes CTranslate2's model. Its converter of transformers' checkpoints does not fit: it drops
 `head_dim` if that is not hidden / heads, and the factor of Llama 3's rope (seen in 4.8.5). The package `gguf` writes
 llama.cpp's file, and knows the names of its tensors.

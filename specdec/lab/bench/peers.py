@@ -1,8 +1,6 @@
 """Other engines as contenders of the benchmark: CTranslate2 and llama.cpp. Both decode the target's own weights.
 
-The weights are written from memory, and tokens are named by their numbers. So a target needs no tokenizer that another
-engine knows, random weights will do, and nothing is downloaded. The files are in a temporary folder while the engine
-loads them.
+The files of `peer_weights` are in a temporary folder while the engine loads them.
 """
 
 from collections.abc import Callable

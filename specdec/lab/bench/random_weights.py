@@ -1,12 +1,10 @@
 """Random weights in the shape of a real model, and a tau for them that is given. Only their speed means anything.
 
-Weights are made where they are needed, and stored nowhere. conf/shape/*.yaml holds the public config of each model. All
-values are bf16 values whatever the dtype, as in the checkpoints of these models: on the CPU the speed of fp32 depends
-on that (`specdec.ops.linear`).
+conf/shape/*.yaml holds the public config of each model. All values are bf16 values whatever the dtype, as in the
+checkpoints of these models: on the CPU the speed of fp32 depends on that (`specdec.ops.linear`).
 
-Random weights cost what trained weights of the same shapes cost, but nothing that they draft is accepted.
-`SimulatedTau` lets such a pair decode as if a given number of tokens were accepted. The times are real, and the text is
-void. Mark every number that comes from it as SIMULATED.
+Nothing that random weights draft is accepted. `SimulatedTau` lets such a pair decode as if a given number of tokens
+were accepted. The times are real, and the text is void. Mark every number that comes from it as SIMULATED.
 """
 
 from dataclasses import dataclass, field

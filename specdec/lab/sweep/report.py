@@ -21,20 +21,7 @@ from specdec import __version__
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.engine.traces import DEPTH_IN_WORDS
 from specdec.lab.figure_style import svg_and_png
-from specdec.lab.sweep import figures
-from specdec.lab.sweep.store import (
-    COLUMNS,
-    best,
-    by_drafter,
-    conditions_of,
-    counts_of,
-    decoded,
-    groups,
-    notes_of,
-    table_of,
-    title_of,
-    tree_name,
-)  # fmt: skip
+from specdec.lab.sweep import figures, store
 
 REPORT, FIGURES = "report.html", "figures"
 LINE, GAP, CHARACTER, PAD = 19, 30, 6.7, 5  # pixels: height of a leaf, between levels, width of a letter, in a box
@@ -63,11 +50,11 @@ DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function,
 
 def write_report(out: Path, results: list[dict], timings: dict[str, dict], command: str) -> Path:
     """Write report.html and figures/*.png; return the page's path. Raises ValueError if nothing was measured."""
-    if not any(decoded(group) for group in groups(results)):
+    if not any(store.decoded(group) for group in store.groups(results)):
         raise ValueError(f"{out} holds no point that decoded with a drafter: there is nothing to report")
-    page = [_section(out, number, group, timings) for number, group in enumerate(groups(results), 1)]
+    page = [_section(out, number, group, timings) for number, group in enumerate(store.groups(results), 1)]
     environment = Environment(autoescape=True, trim_blocks=True)
-    environment.globals |= {"tree_name": tree_name, "best_tree_svg": best_tree_svg, "round_svg": round_svg}
+    environment.globals |= {"tree_name": store.tree_name, "best_tree_svg": best_tree_svg, "round_svg": round_svg}
     template = environment.from_string((files("specdec.lab.sweep") / "report.html.jinja").read_text(encoding="utf-8"))
     benchmarks = ", ".join(dict.fromkeys(r["names"]["benchmark"] for r in results))
     values = {"title": f"Speculative decoding: sweep of {benchmarks}", "groups": page}
@@ -79,15 +66,15 @@ def write_report(out: Path, results: list[dict], timings: dict[str, dict], comma
 
 
 def _section(out: Path, number: int, group: list[dict], timings: dict[str, dict]) -> dict:
-    points = decoded(group)
+    points = store.decoded(group)
     return {
-        "title": title_of(group),
-        "conditions": conditions_of(group),
-        "notes": notes_of(group, timings),
-        "columns": [{"name": name, "number": is_number} for name, is_number in COLUMNS.items()],
-        "rows": table_of(group, timings),
+        "title": store.title_of(group),
+        "conditions": store.conditions_of(group),
+        "notes": store.notes_of(group, timings),
+        "columns": [{"name": name, "number": is_number} for name, is_number in store.COLUMNS.items()],
+        "rows": store.table_of(group, timings),
         "figures": _figures(out, number, points, timings),
-        "chosen": [best(mine) for mine in by_drafter(points).values()],
+        "chosen": [store.best(mine) for mine in store.by_drafter(points).values()],
         "best_trees": [r for r in group if r.get("trees")],
         "skipped": [r for r in group if "skipped" in r],
     }
@@ -108,7 +95,7 @@ def _facts(results: list[dict], timings: dict[str, dict], command: str) -> list[
     machines = [t["machine"] for t in timings.values() if "machine" in t]
     lines = [f"{m['processor']}, {m['cores']} cores, torch threads: {m['threads']}, GPU: {m['gpu']}" for m in machines]
     versions = [f"torch {m['torch']}, Python {m['python']}" for m in machines]
-    counts, skipped = counts_of(results), sum("skipped" in r for r in results)
+    counts, skipped = store.counts_of(results), sum("skipped" in r for r in results)
     measured = f"{counts['points']}, each a row of a table; best trees: {counts['best_trees']}"
     return [
         ("machine", "; ".join(dict.fromkeys(lines))),

@@ -84,16 +84,10 @@ class EqualityProver:
     """Compares texts with the plain ones of a target. Prompt number i has the seed (seed, i)."""
 
     def __init__(
-        self,
-        target: LanguageModel,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        sampling: Sampling = GREEDY,
-        seed: int = 0,
+        self, target: LanguageModel, prompts: list[list[int]], new: int, sampling: Sampling = GREEDY, seed: int = 0
     ):
-        """Decode the prompts, lists of token ids, plainly with the target. Sampling is greedy by default."""
-        self.target, self.prompts, self.max_new_tokens = target, prompts, max_new_tokens
-        self.sampling, self.seed = sampling, seed
+        """Decode `new` tokens after each prompt, a list of token ids, plainly with the target."""
+        self.target, self.prompts, self.max_new_tokens, self.sampling, self.seed = target, prompts, new, sampling, seed
         self.plain = [self._decode(Engine(target), number).tokens for number in range(len(prompts))]
 
     def _decode(self, engine: Engine, number: int):

@@ -173,7 +173,7 @@ def checksum(tensors: dict[str, Tensor]) -> str:
 
 
 def check(config: DictConfig) -> None:
-    """Raise ValueError for a wrong `keep`, or a setting of states from vLLM that is wrong, or where there are none."""
+    """Raise ValueError for a wrong `keep`, and for settings of vLLM's states that are wrong or need from_vllm."""
     if config.keep != "all" and type(config.keep) is not int:
         raise ValueError(f"keep must be 'all' or a number of tokens, got {config.keep!r}")
     for name in ("layer_ids", "server"):

@@ -124,7 +124,7 @@ class Rollouts:
         return sorted(prompts, key=len)
 
     def _rejected(self, row: Sequence) -> list[int]:
-        """Return the places of a row's tokens with which the target replaced a draft. The end of the text is none."""
+        """Return the places of a row's tokens with which the target replaced a draft, except at the text's end."""
         places, end = [], 1  # the first token is the prefill's
         for accepted, emitted in zip(row.trace.accepted, row.trace.emitted, strict=True):
             end += emitted

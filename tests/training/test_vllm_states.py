@@ -15,7 +15,7 @@ from helpers import main_of, run_here
 from remotes import small_server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from short_runs import CONVERSATIONS, composed, logged, refused, write_rows
+from short_runs import composed, logged, refused
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -44,15 +44,9 @@ class StandIn:
         self.inputs.clear()
         logits = self.model(torch.tensor([list(ids)])).logits[0, -1]
         states = torch.stack([self.inputs[layer][0] for layer in layers], 1)
-        config = self.model.config
-        about = {
-            "layers": layers,
-            "of_layers": config.num_hidden_layers,
-            "hidden": config.hidden_size,
-            "vocab": config.vocab_size,
-            "next_token": logits.argmax().item(),
-            "model": "the stand-in's",
-        }
+        names = {"of_layers": "num_hidden_layers", "hidden": "hidden_size", "vocab": "vocab_size"}
+        about = {key: getattr(self.model.config, name) for key, name in names.items()}
+        about |= {"layers": layers, "next_token": logits.argmax().item(), "model": "the stand-in's"}
         path = self.folder / f"cmpl-{len(list(self.folder.iterdir()))}.safetensors"
         tensors = {"hidden_states": states, "token_ids": torch.tensor(list(ids))}
         save_file(tensors, path, {"specdec": json.dumps(about | (says or {}))} if stated else None)
@@ -60,11 +54,9 @@ class StandIn:
 
 
 @pytest.fixture(scope="module")
-def where(target_path, tmp_path_factory) -> tuple[str, str]:
+def where(where) -> tuple[str, ...]:
     """Fewer conversations than others take."""
-    rows = ({"messages": c} for c in CONVERSATIONS[:24])
-    data = write_rows(tmp_path_factory.mktemp("data") / "train.jsonl", *rows)
-    return f"target.path={target_path}", f"data.path={data}"
+    return *where, "data.limit=24"
 
 
 @pytest.fixture

@@ -130,7 +130,7 @@ def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:
 
     Heads that read a target's features have no embedding of this name.
     """
-    named = config.get("architectures")
-    if named and not (isinstance(named, list) and isinstance(named[0], str)):
+    named = config.get("architectures") or [""]
+    if not (isinstance(named, list) and isinstance(named[0], str)):
         raise ValueError(f"config.json: architectures must be a list of names, got {shown(named)}")
-    return "model.embed_tokens.weight" in tensors and bool(named and named[0].endswith("ForCausalLM"))
+    return named[0].endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors

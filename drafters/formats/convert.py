@@ -96,7 +96,8 @@ def without_a_form(drafter: Drafter, target) -> dict[str, str]:
             family.refuse(server, meaning)
         with _noted(said):
             layout = layout_for(server, family)
-            layout.write(*_with_head(meaning, tensors, layout, facts), facts)
+            meant, held = _with_head(meaning, tensors, layout, facts)
+            layout.write(meant, held, facts)
         if said:
             reasons[server] = "; ".join(dict.fromkeys(said))
     return reasons

@@ -22,6 +22,7 @@ from specdec.model.loader import load_target
 from specdec.training.pretrain import train_tokenizer
 
 TEXTS = ["The cat sat on the mat in 1998.", "What is 12 times 345?", "I don't know.\n\nWhy?"]
+TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 GEMMA3 = {
     "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 64, "num_hidden_layers": 7,
@@ -50,8 +51,8 @@ def cache(monkeypatch, tmp_path):
     return tmp_path / "cache" / "gguf"
 
 
-def vocabulary_of(tokenizer, template: str | None = None):
-    """Writes a byte-level tokenizer."""
+def vocabulary_of(tokenizer):
+    """Writes a byte-level tokenizer and TEMPLATE."""
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     special = {tokenizer.convert_ids_to_tokens(i) for i in tokenizer.all_special_ids}
 
@@ -62,18 +63,16 @@ def vocabulary_of(tokenizer, template: str | None = None):
         merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
         writer.add_token_merges([" ".join(merge) for merge in merges])
         writer.add_eos_token_id(tokenizer.eos_token_id)
-        if template:
-            writer.add_chat_template(template)
+        writer.add_chat_template(TEMPLATE)
 
     return add
 
 
-def written(folder: Path, tokenizer, family: str = "llama", dtype=torch.float32, vocabulary=None, **fields) -> Path:
+def written(folder: Path, tokenizer, family: str = "llama", dtype=torch.float32, **fields) -> Path:
     """A random model as GGUF, with its Hugging Face form next to it in the folder `hf`."""
     save_hf(folder / "hf", family, vocab_size=len(tokenizer), head=4.0, **fields)
     target = load_target(folder / "hf", tokenizer=False)
-    arch = family.removesuffix("_text")
-    write_gguf(folder / "model.gguf", target, arch, dtype, vocabulary or vocabulary_of(tokenizer))
+    write_gguf(folder / "model.gguf", target, family.removesuffix("_text"), dtype, vocabulary_of(tokenizer))
     return folder / "model.gguf"
 
 
@@ -93,12 +92,11 @@ def test_logits_and_texts_are_those_of_transformers(family, tmp_path, tokenizer)
 
 
 def test_tokenizer_template_and_ends_are_the_files_own(tmp_path, tokenizer):
-    template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    target = load_target(written(tmp_path, tokenizer, vocabulary=vocabulary_of(tokenizer, template)))
+    target = load_target(written(tmp_path, tokenizer))
     for text in TEXTS:
         assert target.tokenizer.encode(text) == tokenizer.encode(text)
     assert target.eos == {tokenizer.eos_token_id}
-    assert target.tokenizer.chat_template == template
+    assert target.tokenizer.chat_template == TEMPLATE
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

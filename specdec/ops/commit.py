@@ -11,7 +11,7 @@ Commit = Callable[[Tensor, Tensor, Tensor], None]  # of lens [B], path [B,P] and
 
 
 def commit(memory: Sequence[Tensor]) -> Commit:
-    """Return the function that moves the slots of the first B rows of layers [2,R,S,K,Dh]; without layers, of none."""
+    """Return the function that moves slots in the first B rows of layers [2,R,S,K,Dh]. There may be no layers."""
     if not memory:
         return lambda lens, path, n: None
     like = memory[0]

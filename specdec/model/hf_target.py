@@ -159,14 +159,14 @@ class TransformersTarget(LanguageModel):
         sizes, like = (rows, slots, *self.cache_shape), self.embed.weight
         if not self.states:
             return KVCache(self.config.layers, *sizes, like=like)
-        return HybridCache(self.attention, self.states, self.state_budget, *sizes, like=like)
+        return HybridCache(self.attention, self.states, self.state_budget, sizes, like)
 
     @override
     def cache_bytes(self, rows: int, slots: int) -> int:
         sizes, like = (rows, slots, *self.cache_shape), self.embed.weight
         if not self.states:
             return cache_bytes(self.config.layers, *sizes, like=like)
-        return hybrid_bytes(len(self.attention), self.states, *sizes, like=like)
+        return hybrid_bytes(len(self.attention), self.states, sizes, like)
 
     @override
     def forward(

@@ -23,6 +23,7 @@ from specdec.model.cache import KVCache, cache_bytes
 from specdec.structs import Survivors
 
 State = dict[str, Tensor]  # by name, each [R, ...]
+Sizes = tuple[int, int, int, int]  # rows, slots, key heads and size of a head, as for `KVCache`
 # A layer over T positions from a state, which it may change: (x [R,T,H], state) -> (what it makes of x, state after).
 Run = Callable[[Tensor, State], tuple[Tensor, State]]
 BUDGET = 2**30  # bytes of all windows of a forward: each position's state is stored if all of them fit into this
@@ -157,18 +158,16 @@ class RecurrentCache:
 class HybridCache(KVCache):
     """The slots of a model's attention layers, and a `RecurrentCache` for each recurrent layer."""
 
-    def __init__(
-        self, attention: Sequence[int], shapes: dict[int, State], budget: float, rows: int, *sizes: int, like: Tensor
-    ):
-        """Allocate an empty cache. `attention`: indices of the layers that attend. rows, sizes, like: as for `KVCache`.
+    def __init__(self, attention: Sequence[int], shapes: dict[int, State], budget: float, sizes: Sizes, like: Tensor):
+        """Allocate an empty cache. `attention`: indices of the layers that attend. sizes, like: as for `KVCache`.
 
         shapes: states of the recurrent layers, as for `RecurrentCache.empty`. budget: bytes for windows; inf: the
         layers are exact over one position at a time only.
         """
         self.place = {layer: place for place, layer in enumerate(attention)}
-        self.states = {layer: RecurrentCache.empty(shape, rows) for layer, shape in shapes.items()}
+        self.states = {layer: RecurrentCache.empty(shape, sizes[0]) for layer, shape in shapes.items()}
         self.row_bytes, self.budget = state_bytes(shapes), budget
-        super().__init__(len(attention), rows, *sizes, like=like)
+        super().__init__(len(attention), *sizes, like=like)
 
     def _use(self, first: int, count: int) -> None:
         super()._use(first, count)
@@ -195,7 +194,7 @@ class HybridCache(KVCache):
     @override
     def scratch(self) -> "HybridCache":
         shapes = {layer: state.tensors for layer, state in self.states.items()}
-        return HybridCache(list(self.place), shapes, self.budget, 1, self.slots, *self.shape, like=self.like)
+        return HybridCache(list(self.place), shapes, self.budget, (1, self.slots, *self.shape), self.like)
 
     @override
     def take(self, other: KVCache, length: int) -> None:
@@ -237,6 +236,6 @@ def state_bytes(shapes: dict[int, State]) -> int:
     return sum(x[0].nbytes for shape in shapes.values() for x in shape.values())
 
 
-def hybrid_bytes(layers: int, shapes: dict[int, State], rows: int, *sizes: int, like: Tensor) -> int:
+def hybrid_bytes(layers: int, shapes: dict[int, State], sizes: Sizes, like: Tensor) -> int:
     """Return the most bytes of a `HybridCache`: slots, states twice while rows commit, and windows."""
-    return cache_bytes(layers, rows, *sizes, like=like) + 2 * rows * state_bytes(shapes) + BUDGET
+    return cache_bytes(layers, *sizes, like=like) + 2 * sizes[0] * state_bytes(shapes) + BUDGET

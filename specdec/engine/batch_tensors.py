@@ -132,10 +132,7 @@ class BatchTensors:
         self.active &= self._column([s.finish is None for s in sequences])
 
     def settle(self, eos: Tensor, tokens: Tensor, n: Tensor) -> None:
-        """Update `active` and `left` in place after a round that emitted the first n [W] of tokens [W,P].
-
-        The rule is that of `Sequence.add`. eos: as in `RoundSettings`.
-        """
+        """Update `active` and `left` in place, by the rule of `Sequence.add`, for the first n [W] of tokens [W,P]."""
         emitted = torch.where(self.active, n.minimum(self.left), 0)
         place = torch.arange(tokens.shape[1], device=tokens.device)
         ends = (tokens[..., None] == eos[:, None]).any(-1) & (place < emitted[:, None])

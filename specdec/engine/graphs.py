@@ -175,10 +175,7 @@ class Graphs:
         self.signature: tuple = ()  # as of the batch
 
     def room_for(self, widths: list[int], room: int) -> int:
-        """Return the room of the present batch if it suits rows of up to `room` tokens, or else the room of a new one.
-
-        widths: numbers of rows that rounds are captured for, ascending.
-        """
+        """Return the room of the present batch if it suits rows of up to `room` tokens, else that of a new one."""
         if (old := self.batch) is not None:
             if old.widths == widths and old.room >= room and self.signature == self._signature():
                 return old.room

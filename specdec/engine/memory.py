@@ -150,10 +150,7 @@ def key_heads(target, masked: bool) -> int:
 
 
 def has_fused_attention(target, masked: bool) -> bool:
-    """Return whether torch attends to prompts without writing the scores to memory.
-
-    On a GPU torch refuses some head sizes, so this asks torch itself.
-    """
+    """Return whether torch attends to prompts without writing scores to memory. On a GPU it refuses some head sizes."""
     if target.device.type != "cuda":
         return True
     dim, heads = target.cache_shape[1], (target.query_heads, key_heads(target, masked))

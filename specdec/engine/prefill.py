@@ -53,14 +53,11 @@ class Prefixes:
         self.used: dict[Prefix, None] = {}  # the one that was used last comes last
 
     def find(self, prompt: abc.Sequence[int]) -> tuple[Prefix, int] | None:
-        """Return the prefix that shares the most tokens with a prompt, and how many; None for fewer than `least`.
-
-        The prompt's last token is never shared, because its logits are needed.
-        """
+        """Return the prefix that shares the most tokens with a prompt, and how many; None for fewer than `least`."""
         some = self.by_start.get(tuple(prompt[: self.least]), [])
         if not some or len(prompt) <= self.least:
             return None
-        tokens = torch.tensor(prompt[:-1])
+        tokens = torch.tensor(prompt[:-1])  # the logits after the last one are needed
         shared, place = max((prefix.shared(tokens), place) for place, prefix in enumerate(some))
         return some[place], shared
 

@@ -120,11 +120,8 @@ class RoundNoise:
         return gumbel(bits_of(self.keys, self.noise.hashes))
 
     def among(self, select: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return [B,D',U] Gumbel noise of the target's draws for the tokens that `select` picks out of [V].
-
-        Computing it again is faster than selecting it from `whole`.
-        """
-        hashes = select(self.noise.hashes)
+        """Return [B,D',U] Gumbel noise of the target's draws for the tokens that `select` picks out of [V]."""
+        hashes = select(self.noise.hashes)  # to compute noise again is faster than to select it from `whole`
         return self.whole if hashes is self.noise.hashes else gumbel(bits_of(self.keys, hashes))
 
     def at(self, depth: Tensor | None = None) -> Tensor:

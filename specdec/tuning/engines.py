@@ -41,10 +41,7 @@ class Table(Policy):
 
     @classmethod
     def parse(cls, text: str, deepest: int) -> "Table":
-        """Return the table of a text such as 1=5,8=3,32=0.
-
-        Raises ValueError for anything else, and for more levels than the tree has.
-        """
+        """Return the table of a text such as 1=5,8=3,32=0. Raises ValueError for others, and for too many levels."""
         if not re.fullmatch(r"\d+=\d+(,\d+=\d+)*", text):
             raise ValueError(f"a table of draft lengths is written ROWS=LEVELS,..., such as 1=5,8=3,32=0, not {text!r}")
         levels = {int(rows): int(depth) for rows, depth in (part.split("=") for part in text.split(","))}

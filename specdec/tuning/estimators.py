@@ -131,10 +131,7 @@ def make_estimator(name: str, levels: int) -> Estimator:
 
 
 def observed(outcome: Outcome) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, nodes and labels of a round: for the children of accepted nodes, whether each was right.
-
-    The other nodes are unknown.
-    """
+    """Return rows, nodes and labels of a round: of the children of accepted nodes, whether each was right."""
     draft: Any = outcome.draft
     path: Any = outcome.path
     on_path = np.zeros(draft.edges.shape, dtype=bool)

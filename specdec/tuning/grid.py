@@ -55,10 +55,7 @@ def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]
 
 
 def grid_costs(target, drafter, *, remeasure: bool = False, progress: Progress = silent, **how) -> Costs:
-    """Return the costs of a pair's trees on this machine: cached ones, else measured ones.
-
-    remeasure: measure even if costs are cached. progress, how: as for `measure_grid`.
-    """
+    """Return the cached costs of a pair's trees, else measured ones, or with `remeasure` always; see `measure_grid`."""
     trees = [tree.text for tree in how.get("statics", ())]
     who = identity(target, drafter, grid=how | {"statics": trees})
     return cached_costs(who, lambda: (measure_grid(target, drafter, progress=progress, **how), True), remeasure)

@@ -49,15 +49,12 @@ class Rates:
         self.missed = 0  # rounds that drafted nothing, which have not been counted yet
 
     def add(self, accepted: Iterable[int], ended: Iterable[bool]) -> None:
-        """Count the rows of one round: tokens that each accepted, and whether its path ended in a leaf.
-
-        After a leaf nothing is known of the next level.
-        """
+        """Count the rows of one round: tokens that each accepted, and whether its path ended in a leaf."""
         hits, trials = [0] * len(self.hits), [0] * len(self.hits)
         for count, leaf in zip(accepted, ended, strict=True):
             for level in range(count):
                 hits[level] += 1
-            for level in range(count + (not leaf)):
+            for level in range(count + (not leaf)):  # after a leaf nothing is known of the next level
                 trials[level] += 1
         left, self.missed = RETURN**self.missed, 0
         for level, seen in enumerate(trials):
@@ -66,10 +63,7 @@ class Rates:
             self.trials[level] = memory * self.trials[level] + seen
 
     def tokens(self, errors: float = 0.0) -> np.ndarray:
-        """Return the tokens that a round is expected to emit by levels [D+1].
-
-        errors: standard errors added to each level's rate.
-        """
+        """Return the expected tokens of a round by levels [D+1]. errors: standard errors added to each rate."""
         left = RETURN**self.missed
         counted = left * np.asarray(self.trials) + WEIGHT
         rates = (left * np.asarray(self.hits) + WEIGHT * self.prior) / counted

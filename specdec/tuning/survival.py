@@ -96,10 +96,7 @@ class Survival(Bandit):
         return nodes
 
     def _expect(self, draft: Draft, survival: np.ndarray, tokens: np.ndarray, every: bool) -> None:
-        """Average what the best nodes of trees of this depth are expected to give.
-
-        every: of all smaller depths too, as is done now and then.
-        """
+        """Average what the best nodes of trees of this depth are expected to give. every: of all smaller depths too."""
         share = 1 - MEMORY ** int(draft.live.sum())
         for levels in range(1, draft.levels):
             if not every and self.drafts % SELDOM:
@@ -113,10 +110,7 @@ class Survival(Bandit):
 
     @staticmethod
     def _width(draft: Draft, survival: np.ndarray, tokens: np.ndarray, seconds: np.ndarray) -> Cut:
-        """Return the best nodes of every row, as many as give the most tokens per second.
-
-        tokens [N], seconds [N+1]: by number of nodes.
-        """
+        """Return the best nodes of every row for the most tokens per second. tokens [N], seconds [N+1]: by nodes."""
         speed = tokens / seconds[1 : draft.nodes + 1]
         width = 1 + int(speed.argmax())
         if width == draft.nodes:

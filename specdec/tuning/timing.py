@@ -70,10 +70,8 @@ def time_rounds(
 
 
 def _begin(engine: Engine, rows: int, length: int, sampling: Sampling | None) -> list[Sequence]:
-    """Add rows of `length` tokens that no token ends, with as many EOS ids as `generate` passes.
-
-    Compiled rounds depend on that number.
-    """
+    """Add rows of `length` tokens that no token ends."""
+    # As many EOS ids as `generate` passes: compiled rounds depend on that number.
     eos = frozenset(range(-len(engine.target.eos), 0))
     texts = [[(7 * i + 3 + row) % engine.target.vocab for i in range(length)] for row in range(rows)]
     return [engine.add(text, max_new_tokens=engine.room, sampling=sampling, eos=eos) for text in texts]

@@ -140,10 +140,7 @@ class TwoThresholds(ChoosingRule):
 
     @staticmethod
     def _bonus(tree: DraftTree, p: Tensor, winner: Tensor) -> Tensor:
-        """Return p [B,V] without the tokens of winner's children.
-
-        If the children have all of p and were rejected by rounding only, return p itself.
-        """
+        """Return p [B,V] without the tokens of winner's children, or p itself if they have all of it."""
         child = tree.parents == winner[:, None]
         child[:, 0] = False
         others = torch.ones_like(p).scatter_reduce_(1, tree.tokens, (~child).to(p), "amin")

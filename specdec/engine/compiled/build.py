@@ -64,11 +64,7 @@ def load_if_present(library: Path) -> Compiled | None:
 
 
 def make_library(graph: RoundGraph, library: Path) -> None:
-    """Compile a graph of tensors on the CPU, and move the library into place when it is complete.
-
-    Raises:
-        ValueError: The compilation failed.
-    """
+    """Compile a graph of tensors on the CPU, and cache the whole library. Raises ValueError if that fails."""
     native.compiler()  # or the reason why not
 
     def fill(folder: Path) -> None:

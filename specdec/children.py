@@ -21,7 +21,7 @@ LIKELIEST = Children()
 
 
 def kind_for(verifier: Verifier, policy: TreePolicy, wanted: str | None = None) -> str:
-    """Which children trees take above temperature 0: what is wanted, or else what suits the rule best.
+    """Return which children trees take above temperature 0: `wanted`, or the best ones for the rule.
 
     Raises ValueError, one sentence, for what does not fit the rule or the tree.
     """
@@ -62,13 +62,7 @@ class Coupled(Children):
         return top(self.scores(state.logits, vocab, level), count)
 
     def scores(self, logits: Tensor, vocab: Vocabulary, level: int | slice) -> Tensor:
-        """Return the log-probabilities [B,W,U] of the tokens given the noise.
-
-        Args:
-            logits: The drafter's logits [B,W,U].
-            vocab: The drafter's vocabulary, which selects the columns of the noise.
-            level: The tree level of the W nodes; or a slice with one level for each of the W nodes.
-        """
+        """Return log-probabilities given the noise, by the drafter's logits [B,W,U]. level: as for `best`."""
         levels = level if isinstance(level, slice) else slice(level, level + 1)
         if self.of is None or self.of[0] is not vocab:
             self.of = vocab, self.noise.among(vocab.select)  # [B,D',U]

@@ -107,10 +107,7 @@ class Recording:
         self.following = torch.cat([text.following(self.steps) for text in self.texts])  # [R,D]
 
     def levels(self, steps: int) -> Tensor:
-        """Return how many levels of a tree of `steps` levels are drafted at each root, [R].
-
-        Raises ValueError if fewer levels were recorded.
-        """
+        """Return how many of `steps` levels are drafted at each root [R]. Raises ValueError if fewer were recorded."""
         if steps > self.steps:
             raise ValueError(f"the tree is {steps} levels deep, but {self.steps} were recorded")
         whole = torch.full((len(self.following),), steps)

@@ -75,10 +75,7 @@ class Survivors:
 
 
 class SamplingBatch:
-    """The `Sampling` of each row of a batch whose rows differ.
-
-    `sampling.filters` accepts it in place of a `Sampling` for logits [B, ..., V].
-    """
+    """The `Sampling` of each row of a batch whose rows differ, for `sampling.filters` and logits [B, ..., V]."""
 
     def __init__(self, rows: Sequence[Sampling], device: torch.device):
         """Put the settings of the rows into tensors on the device."""

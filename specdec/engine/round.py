@@ -67,10 +67,7 @@ class RoundSettings:
 
 
 class Round:
-    """A target, and for speculation a drafter, a tree policy and a verifier that fit together.
-
-    Raises ValueError for parts that do not fit together.
-    """
+    """A target, and for speculation a drafter, a tree policy and a verifier that fit together."""
 
     def __init__(
         self,
@@ -80,11 +77,7 @@ class Round:
         verifier: Verifier,
         children: str | None = None,
     ):
-        """Check that the parts fit together.
-
-        children: the kind that the tree takes above temperature 0, one of `specdec.children.KINDS`; None for the best
-        one for the verifier.
-        """
+        """Raise ValueError unless the parts fit together. children: as for `children.kind_for`."""
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
@@ -235,10 +228,7 @@ class Round:
         noise: RoundNoise | None,
         levels: Tensor | None,
     ) -> tuple[Tensor | None, Tensor, RoundReport]:
-        """Verify a tree and commit the accepted path.
-
-        Returns the features on the path, how many positions each row committed [B], and the record.
-        """
+        """Verify a tree, commit the accepted path, and return its features, its lengths [B] and the record."""
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.taps)
         experts = self.target.chosen_experts()
         logits = settings.shaped(own, tree)
@@ -272,10 +262,7 @@ class Round:
 
     @staticmethod
     def _draw(logits: Tensor, n: Tensor, settings: RoundSettings, last: Tensor) -> Tensor:
-        """Draw the next token [B,1] from logits [B,1,V] after the position last [B].
-
-        Penalties count the token for rows of which n [B] is 1.
-        """
+        """Draw the next token [B,1] from logits [B,1,V] after position last [B]. Penalties count it where n is 1."""
         token = sample(settings.shaped(logits), settings.sampling, settings.noise.after(last))
         if settings.penalties is not None:
             settings.penalties.add(token, n)

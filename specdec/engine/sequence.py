@@ -73,10 +73,7 @@ class Sequence:
         likely: list[list[int]] | None = None,
         likely_logprobs: list[list[float]] | None = None,
     ) -> list[int]:
-        """Append the tokens that still belong to the text, and return them.
-
-        logprobs, likely: of the tokens, if the sequence stores them.
-        """
+        """Append the tokens that still belong to the text, with what the sequence stores of them, and return them."""
         added = tokens[: self.left]
         for count, token in enumerate(added, 1):
             self.finish = self._end(token)
@@ -120,10 +117,7 @@ class Masks:
         return any(s.matcher is not None for s in self.sequences)
 
     def __call__(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
-        """Mask logits as `specdec.sampling.json_grammar.masked` does. This waits for the tree.
-
-        The tokens that the rows have emitted must have been added to the sequences.
-        """
+        """Mask logits (`masked`) after the emitted tokens were added to the sequences. This waits for the tree."""
         seen = () if tree is None or not self else (tree.tokens.tolist(), tree.parents.tolist())
         return masked(logits, [s.matcher for s in self.sequences], *seen)
 
@@ -143,10 +137,7 @@ def make_sequence(
     steps: int | None = None,
     top_logprobs: int = 0,
 ) -> Sequence:
-    """Make a sequence for a target of `vocab` tokens whose context holds `context`.
-
-    Raises ValueError for arguments that the target does not support.
-    """
+    """Make a sequence. Raises ValueError for what a target of this vocabulary and context does not support."""
     if not 0 <= top_logprobs <= MOST_LIKELY:
         raise ValueError(f"top_logprobs must be from 0 to {MOST_LIKELY}, got {top_logprobs}")
     if max_new_tokens < 1:

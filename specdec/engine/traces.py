@@ -40,10 +40,7 @@ def tau(rows: list[RowTrace]) -> float:
 
 
 def tau_interval(rounds: Tensor) -> tuple[float, float] | None:
-    """Return the 95 % interval of tau (`interval_of`); None for fewer than two texts.
-
-    rounds [texts,2]: of each text its rounds and the tokens that they emitted.
-    """
+    """Return the 95 % interval of tau (`interval_of`). rounds [texts,2]: of each text its rounds and emitted tokens."""
     return interval_of(lambda drawn: drawn[:, 1] / drawn[:, 0], rounds)
 
 

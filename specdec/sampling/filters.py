@@ -46,10 +46,7 @@ def warmed(logits: Tensor, sampling: Sampling | SamplingBatch, share: float = 1.
 
 
 def filtered_scores(logits: Tensor, sampling: Sampling | SamplingBatch) -> Tensor:
-    """Return the logarithms of `filtered_probs`, up to a constant per row; -inf for tokens that the filters drop.
-
-    At temperature 0 the logits are returned unchanged.
-    """
+    """Return the logs of `filtered_probs` up to a constant per row, -inf for dropped tokens; the logits if greedy."""
     if isinstance(sampling, SamplingBatch):
         return _scores_by_row(logits, sampling)
     scores = warmed(logits, sampling)
@@ -109,10 +106,7 @@ def draw(probs: Tensor, gumbel: Tensor) -> Tensor:
 def sample(
     logits: Tensor, sampling: Sampling | SamplingBatch, noise: RoundNoise | None, depth: Tensor | None = None
 ) -> Tensor:
-    """Draw the token after each node: logits [B,N,V] of nodes of depth [B,N] -> [B,N] int64.
-
-    Without depth, there is one node of each depth. noise: not needed at temperature 0.
-    """
+    """Draw the token after each node: logits [B,N,V] of nodes of depth [B,N], or one of each depth -> [B,N] int64."""
     if isinstance(sampling, Sampling) and sampling.greedy:
         return first_largest(logits)
     if noise is None:

@@ -51,11 +51,8 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def mix32(x: Tensor, between: Tensor | None = None) -> Tensor:
-    """Return lowbias32 of int32 numbers of any shape; `between` is xored in after the first half.
-
-    It works in place once it has a tensor of its own.
-    """
-    x = x ^ _shift(x, 16, 32)
+    """Return lowbias32 of int32 numbers of any shape; `between` is xored in after the first half."""
+    x = x ^ _shift(x, 16, 32)  # a tensor of its own, which changes in place
     x.mul_(signed(M32[0], 32)).bitwise_xor_(_shift(x, 15, 32))
     if between is not None:
         x.bitwise_xor_(between)

@@ -23,9 +23,8 @@ from specdec.engine.report import Reads
 from specdec.trees import Chain
 from specdec.trees.optimal import most_nodes, optimal_paths
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point, cached_costs, identity, measure
-from specdec.tuning.estimators import make_estimator
 from specdec.tuning.policy import Bandit, Rates
-from specdec.tuning.survival import Survival
+from specdec.tuning.survival import Survival, make_estimator
 from specdec.tuning.timing import CONTEXT, median, room_for, time_rounds
 
 

@@ -14,9 +14,8 @@ from specdec.trees import Chain, DynamicTree
 from specdec.tuning import timing
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
 from specdec.tuning.engines import Table, Workload, adaptive_engine, make_policy
-from specdec.tuning.estimators import Calibrated, Estimator
 from specdec.tuning.policy import BEGIN, BLOCK, SHARE, Bandit
-from specdec.tuning.survival import FIRST, Survival
+from specdec.tuning.survival import FIRST, Calibrated, Estimator, Survival
 
 
 @pytest.fixture(scope="module")

@@ -26,8 +26,7 @@ from specdec.sampling.noise import Noise, hashes_of
 from specdec.trees import SampledTree
 from specdec.tuning import survival
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
-from specdec.tuning.estimators import Estimator
-from specdec.tuning.survival import Survival
+from specdec.tuning.survival import Estimator, Survival
 from specdec.verify import BlockVerification, MultiRoundRejection
 
 Q = filtered_probs(DRAFTER, WARM).amax(-1)  # of each token's next one: the estimate before it is drawn

@@ -220,9 +220,14 @@ def test_nobody_waits_where_nothing_runs():
 
 
 def test_a_part_that_fails_can_be_repeated(monkeypatch):
+    """A prompt that is aborted before it has been read completely leaves nothing."""
     target = tiny_target()
     engine = Engine(target)
     engine.reserve(1, 48, part=PART)
+    aborted = engine.add(**long(1))
+    engine.step()
+    engine.abort(aborted)
+    assert engine.loop.batch.reading.sequence is None
     row, forward = engine.add(**long(2)), target.forward
     engine.step()
     monkeypatch.setattr(target, "forward", lambda *_, **__: 1 / 0)

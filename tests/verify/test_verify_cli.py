@@ -1,5 +1,7 @@
 """The command names the verifier and says whether it is lossless, and refuses what does not fit in one sentence."""
 
+import json
+
 import pytest
 import test_generate
 
@@ -30,7 +32,7 @@ PROMPT = ("--prompt", "The quick", "--max-new-tokens", 12)
 def test_every_rule_is_named(run, flags, name, lossless, temperature):
     code, out, err = run(*PROMPT, *flags, "--temperature", temperature, "--compare", "--json")
     assert code == 0, err
-    result = test_generate.last_json(out)
+    result = json.loads(out.splitlines()[-1])
     assert (result["verifier"], result["lossless"]) == (name, lossless)
     asked = temperature == 0 or name == "SampleAndMatch()"
     assert result["identical"] is (True if asked else None)
@@ -41,7 +43,7 @@ def test_a_lossy_rule_says_so_and_plain_decoding_has_none(run):
     assert "verifier: typical (epsilon 0.09, alpha 0.3), LOSSY" in out
     assert "identical: not asked, both are draws from two distributions, for the verifier is lossy" in out
     _, out, _ = run(*PROMPT, "--no-draft", "--json", draft=None)
-    result = test_generate.last_json(out)
+    result = json.loads(out.splitlines()[-1])
     assert (result["verifier"], result["lossless"]) == (None, True)
 
 

@@ -13,6 +13,11 @@ from specdec.trees.spec import describe, grid, load_tree, parse_tree
 NAMES = registry.names("tree")
 
 
+@pytest.mark.parametrize("name", ["block", "chain", "dynamic", "sampled"])
+def test_defaults_in_python_are_those_of_the_configuration(name):
+    assert registry.target("tree", name)() == registry.make("tree", name)
+
+
 @pytest.fixture
 def file(tmp_path) -> Path:
     path = tmp_path / "tree.json"

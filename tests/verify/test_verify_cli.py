@@ -57,6 +57,7 @@ def test_a_lossy_rule_says_so_and_plain_decoding_has_none(run):
         (("--verifier-args", "epsilon=1"), "'match' has no settings, and no 'epsilon'"),
         (("--verifier", "sglang", "--verifier-args", "threshold_acc"), "takes name=number"),
         (("--verifier", "sglang", "--verifier-args", "threshold_acc=0"), r"must lie in (0, 1], got 0.0"),
+        (("--verifier", "sglang", "--verifier-args", "threshold_single=1.5"), r"must lie in (0, 1], got 1.5"),
         (("--verifier", "typical", "--verifier-args", "epsilon=nan"), r"epsilon must lie in (0, 1], got nan"),
         (("--sample-draft", "--num-draft-tokens", 9), "4 chains of topk * steps + 1 = 21 tokens, not 9"),
         (("--sample-draft", "--steps", 0), "--steps must be at least 1"),
@@ -70,7 +71,7 @@ def test_mistakes_are_one_sentence(run, flags, says):
 
 
 def test_a_new_rule_is_found_by_its_yaml(monkeypatch, tmp_path):
-    assert {name: type(make_verifier(name)) for name in VERIFIERS} == VERIFIERS
+    assert {name: make_verifier(name) for name in VERIFIERS} == {name: rule() for name, rule in VERIFIERS.items()}
     assert make_verifier().lossless
     (tmp_path / "verifier").mkdir()
     rule = "_target_: specdec.verify.rules.TypicalAcceptance\nepsilon: 0.5\n"

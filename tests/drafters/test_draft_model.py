@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from helpers import save_hf, tiny_target
+from safetensors.torch import load_file, save_file
 
 from specdec.drafters import draft_model
 from specdec.drafters.draft_model import DraftModel
@@ -82,6 +83,16 @@ def test_another_vocabulary_is_refused(target, tmp_path):
         load_drafter(tmp_path / "other", target)
     with pytest.raises(ValueError, match="a checkpoint of its own: give its folder or hub name"):
         draft_model.create(target, path=None)
+
+
+def test_weights_that_are_not_finite_are_refused(target_path, tmp_path):
+    shutil.copytree(target_path, tmp_path / "bad")
+    file = next((tmp_path / "bad").glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["lm_head.weight"][0, 0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="lm_head.weight holds 1 NaN among"):
+        draft_model.create(load_target(target_path, tokenizer=False), path=tmp_path / "bad")
 
 
 @pytest.mark.parametrize(("own", "drafts"), [(0, 8), (8, 0), (24, 8)])

@@ -16,6 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
+from specdec.drafters import mtp
 from specdec.drafters.formats import load_drafter, mtp_inside
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
@@ -235,3 +236,14 @@ def test_the_blank_first_embedding_is_that_of_position_0_alone():
     assert not blank[:, 0].any()
     assert torch.equal(blank[:, 1:], plain[:, 1:])
     assert plain.abs().sum(-1).all()
+
+
+@pytest.mark.parametrize("hidden_first", [False, True])
+def test_a_fresh_head_passes_the_hidden_state_through(hidden_first):
+    """It has no bias, and its projection is [0, I], or [I, 0]."""
+    drafter = mtp.create(tiny_target(), hidden_first=hidden_first)
+    assert not [name for name, _ in drafter.named_parameters() if "bias" in name]
+    halves = drafter.blocks[0].project.weight.detach().chunk(2, 1)
+    passed, blank = halves if hidden_first else halves[::-1]
+    assert torch.equal(passed, torch.eye(len(passed)))
+    assert not blank.any()

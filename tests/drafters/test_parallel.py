@@ -6,7 +6,8 @@ from golden_blocks import GOLDEN, absorb, drafted, golden_drafter
 from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
-from specdec.drafters import pard, peagle, unroll_block
+from specdec.drafters import dflash, pard, peagle, unroll_block
+from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.trees import BlockTree, Chain
@@ -111,11 +112,19 @@ def test_a_fresh_model_has_the_targets_ends():
         (lambda target: peagle.create(target, feedback="post"), "feeds nothing back"),
         (lambda target: pard.create(target, init="zero"), "init must be 'target' or 'random'"),
         (lambda target: pard.create(target, mask_token=-1), "a row of the target's embedding"),
+        (lambda target: dflash.create(target, layers=2, sliding_layers=3, window=4), "sliding_layers from 0 to it"),
+        (lambda target: DraftVocab(17, torch.tensor([], dtype=torch.long)), "must hold token ids from 0 to 16"),
     ],
 )
 def test_mistakes(make, message):
     with pytest.raises(ValueError, match=message):
         make(tiny_target())
+
+
+def test_the_smallest_block_and_windows_in_all_layers():
+    """Two rows, of which the anchor's drafts nothing, and the mask token that no word has: the last of 17."""
+    drafter = dflash.create(tiny_target(), block_size=2, layers=2, sliding_layers=2, window=4)
+    assert (drafter.block, drafter.switches.sliding, drafter.switches.mask_token) == (1, (True, True), 16)
 
 
 def test_what_pard_does_not_take(tmp_path):

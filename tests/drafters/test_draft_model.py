@@ -91,7 +91,7 @@ def test_weights_that_are_not_finite_are_refused(target_path, tmp_path):
     tensors = load_file(file)
     tensors["lm_head.weight"][0, 0] = torch.nan
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="lm_head.weight holds 1 NaN among"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight holds 1 NaN among"):
         draft_model.create(load_target(target_path, tokenizer=False), path=tmp_path / "bad")
 
 

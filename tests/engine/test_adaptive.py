@@ -44,7 +44,8 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
             monkeypatch.setattr("specdec.engine.controller.ABSORBED", whole)
         policy = Restless(3)
         engine = Engine(target, DRAFTERS[kind](target), DynamicTree(3, 3, 9), adaptive=policy)
-        sequences, _ = come_and_go(engine, [job(i) for i in range(9)], rows=3)
+        sequences, reports = come_and_go(engine, [job(i) for i in range(9)], rows=3)
+        assert all((report.nodes == 1) == (report.tree is None) for report in reports)
         assert {outcome.levels for outcome in policy.outcomes} == {0, 1, 2, 3}
         traces.append([s.trace for s in sequences])
     assert traces[0] == traces[1] == traces[2]
@@ -294,6 +295,12 @@ def test_costs_are_measured_and_policies_are_made_by_name(target, tmp_path, monk
     for name in ("fast", "ema:2", "survival:luck", "table:9"):
         with pytest.raises(ValueError, match=r"there is no|table"):
             adaptive_engine(name, Workload(3), target, drafter, tree)
+
+
+def test_a_plain_round_asks_no_drafter_for_proposals(target, monkeypatch):
+    engine = Engine(target, DRAFTERS["suffix"](target), Chain(2), adaptive=Fixed(0))
+    monkeypatch.setattr(engine.round, "proposed", lambda state: pytest.fail("that may wait for the device"))
+    engine.generate([[3, 5, 7]], max_new_tokens=4, observer=lambda report: None)
 
 
 def test_what_does_not_go_together(target):

@@ -164,7 +164,7 @@ class Slow(Interpreted):
         return play
 
 
-def test_a_policy_learns_when_rounds_take_another_time():
+def test_a_policy_learns_when_rounds_take_another_time(unpacked):
     """The policy hears it once for each number of rows and levels. Reports say which rounds were recorded."""
     target, drafter, tree = parts("eagle3", "chain")
     policy, reported, captured = Depths(3), [], 0
@@ -177,6 +177,9 @@ def test_a_policy_learns_when_rounds_take_another_time():
     assert sorted(reported) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
     assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.backend.made) == 8
     assert_as_alone(target, rows)
+    reported.clear()
+    Engine(target, drafter, tree, graphs=Interpreted(), adaptive=policy).generate(**HOW)
+    assert not reported, "a round that was never eager takes no other time"
 
 
 def test_rows_are_written_into_the_memory_itself(unpacked):
@@ -234,6 +237,8 @@ def test_what_is_no_graph_is_refused():
         run_of(lambda bound: x + 1 if bound == 8 else x * 2)
     with pytest.raises(ValueError, match=r"in which 4\.0 becomes 8\.0 for longer texts"):
         run_of(lambda bound: x * float(bound))
+    with pytest.raises(ValueError, match=r"in which 4 becomes 6 for longer texts"):  # equal at the last bound
+        compiled_run(lambda bound: x[: min(bound, 6)] + 1, [], [8, 4, 7], Interpreted().compile)
     with pytest.raises(ValueError, match=r"draws by aten\.multinomial"):
         run_of(lambda bound: x.multinomial(1, generator=generator))
 

@@ -14,8 +14,9 @@ from tape import Interpreted, Tape, live_bytes
 
 from specdec.engine.adaptive import Fixed
 from specdec.engine.engine import Engine
-from specdec.engine.prefill import LEAST, Prefixes
+from specdec.engine.prefill import LEAST, Prefixes, Reading
 from specdec.engine.recorder import Recorder
+from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
@@ -341,3 +342,13 @@ def test_one_that_is_continued_gives_way():
     assert prefixes.bytes == bytes_of(130)
     assert prefixes.find([1] * 60)[1] == 50
     assert prefixes.find([1] * 40 + [2] * 9)[1] == 48  # not its last one
+
+
+@torch.inference_mode()
+def test_a_prompt_that_was_read_is_for_its_row_only():
+    target = tiny_target()
+    reading, row = Reading(target, target.new_cache(1, 20), (), 4), Sequence([1, 2, 3], 1)
+    assert reading.take([row.prompt]) is None
+    reading.read(row)
+    assert reading.take([[4, 5, 6]]) is reading.take([row.prompt, [4]]) is None
+    assert reading.take([row.prompt]) is not None

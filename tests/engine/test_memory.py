@@ -68,6 +68,20 @@ def test_caches_to_the_byte(drafter):
     assert wanted.draft_cache == allocated
 
 
+def test_the_work_by_hand():
+    """Layers, masks, logits, a draft level and small parts; then what draws and penalties add."""
+    target, size = tiny_target(), Request(batch=2, prompt=5, room=40)
+    engine = Engine(target, tiny_drafter(target), TREE)
+    wanted = plan(engine.round, size)
+    assert wanted.round == 48 * 5824 + 48 * 69 * 4 * 5 + 48 * 17 * 4 + 2 * 4 * 17 * 16 + 2**20 + 13248
+    assert wanted.graphs == 0
+    plain = Round(target, None, None, sample_and_match)
+    work = 2 * 3776 + 2 * 42 * 4 * 5 + 34 * 4 + 2**20 + 8064
+    drawn = replace(size, greedy=False)
+    requests = size, replace(size, penalised=True), drawn
+    assert [plan(plain, x).round - work for x in requests] == [0, 34 * 32, 34 * 56 + 34 * 12]
+
+
 def test_caches_of_the_adapter_and_workspaces(tmp_path, monkeypatch):
     """cuBLAS workspaces follow torch's `parseChosenWorkspaceSize`."""
     target = TransformersTarget(save_hf(tmp_path, "gpt_neox"))
@@ -204,5 +218,8 @@ def test_refused_before_anything_is_allocated(monkeypatch, graphs):
         patch.setattr(target, "new_cache", lambda *sizes: pytest.fail("a cache was allocated"))
         with pytest.raises(ValueError, match=r"this request does not fit: it needs 0\.\d\d"):
             engine.generate([[1, 2, 3]] * 40, max_new_tokens=200)
-    monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: 10**9)
-    assert len(engine.generate([[1, 2, 3]], max_new_tokens=5).rows[0].tokens) == 5
+    asked = []
+    monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: asked.append(wanted) or 10**9)
+    for _ in range(2):
+        assert len(engine.generate([[1, 2, 3]], max_new_tokens=5).rows[0].tokens) == 5
+    assert (asked[1] < asked[0]) == (graphs is not None), "graphs keep the caches for the second call"

@@ -9,6 +9,7 @@ import torch
 from helpers import main_of, tiny_drafter, tiny_target
 
 from specdec.engine import recorder as record
+from specdec.engine import report as reports_
 from specdec.engine import trace_files
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, Trace
@@ -60,6 +61,7 @@ def test_a_trace_is_what_happened(target, tree, sampling):
             assert r.path == report.verdict.path[place, : len(r.path)].tolist()
             accepted = r.tree.tokens[r.path[1:]].tolist()
             assert r.emitted[: len(accepted)] == accepted[: len(r.emitted)]
+            assert report.accepted[place] == len(accepted[: len(r.emitted)])
             assert (r.tree.logp[0], r.tree.p[0]) == (0, 1)
             for node in range(1, len(r.tree.tokens) if number < 3 else 1):
                 above, branch = int(r.tree.parents[node]), []
@@ -79,6 +81,19 @@ def test_seconds_are_those_of_the_engine(target):
         assert sum(r.seconds[part] for r in longest) == pytest.approx(result.parts[part], rel=1e-9)
     assert recorder.trace.rows[0].prefill_seconds == pytest.approx(result.parts["prefill"], rel=1e-9)
     assert all("output" not in r.seconds for r in longest)
+
+
+def test_a_clock_that_sums_old_marks(monkeypatch):
+    times = iter([0, 1, 3, 6, 10, 15])
+    monkeypatch.setattr(reports_, "MOST", 4)
+    monkeypatch.setattr(reports_.time, "perf_counter", lambda: next(times))
+    clock = reports_.Clock(torch.device("cpu"))
+    for part in "abab":
+        clock.mark(part)
+    clock.fold()
+    assert (clock.position, clock.seconds(), clock.marks) == (5, {"a": 4, "b": 6}, [("b", 10)])
+    clock.mark("a")
+    assert (clock.position, clock.seconds(), clock.intervals()) == (6, {"a": 9, "b": 6}, [("a", 5)])
 
 
 def test_plain_decoding_several_calls_and_names(target, tmp_path):
@@ -118,6 +133,7 @@ def folder(target, tmp_path):
     _, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["dynamic"]), SAMPLED, Recorder({"seed": 3}))
     recorder.name(["ein Straßenname", "日本語", "x\ny"])
     _, recorder, _ = recorded(Engine(target), recorder=recorder)
+    recorder.trace.rows[0].seed = (-(2**64), 2**64)  # the largest seeds
     folder = tmp_path / "trace"
     write_trace(recorder.trace, folder)
     assert plain(read_trace(folder)) == plain(recorder.trace)

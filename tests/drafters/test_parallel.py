@@ -74,7 +74,7 @@ def test_a_slot_in_training_is_the_slot_in_decoding(kind, piece, monkeypatch):
         logits = blocks.head(blocks.readout[:, place])
         expected = unrolled[torch.arange(2), rows[:, place]]
         assert_close_in_fp32(logits[:, :wanted], expected[:, :wanted])
-    for first, counts in ((0, (3, 8)), (9, (6, 2))):
+    for first, counts in ((0, (1, 8)), (0, (3, 8)), (9, (6, 2))):
         drafter.reset(2, 64)
         n, part = torch.tensor(counts), slice(first, first + max(counts))
         state = drafter.admit(0, texts[:, first], feats[:, part], tokens[:, part], n)

@@ -59,13 +59,6 @@ def test_a_head_that_was_not_trained_stays_so(target_path, tmp_path):
     assert torch.equal(drafter.head.weight, target.head.weight[::2])
 
 
-def test_a_head_is_the_target_s_unless_it_is_trained(target_path):
-    target = load_target(target_path)
-    for train_head in (False, True):
-        drafter = eagle3.create(target, train_head=train_head)
-        assert ("head.weight" in dict(drafter.named_parameters())) == train_head
-
-
 @pytest.mark.parametrize(("layers", "taps"), [(28, (2, 14, 25)), (36, (2, 18, 33)), (5, (1, 3, 5)), (1, (1, 1, 1))])
 def test_taps_are_the_published_ones_or_those_of_a_shallow_target(layers, taps):
     assert eagle3.default_taps(layers) == taps

@@ -16,7 +16,6 @@ from specdec.structs import Sampling
 STEPS = LIMITS["steps"].metadata["high"]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Seconds = Annotated[float, Field(ge=0)]
-Word = Annotated[int, Field(ge=-(2**64), le=2**64)]
 
 
 def _sampling(value: object) -> Sampling:
@@ -56,7 +55,7 @@ class RowLine(Strict, extra="forbid"):
     first: Count
     finish: Literal["eos", "stop", "length", "context", "abort"] | None
     prefill_seconds: Seconds
-    seed: Annotated[list[Word], Field(min_length=2, max_length=2)] = [0, 0]
+    seed: Annotated[list[int], Field(min_length=2, max_length=2)] = [0, 0]
 
 
 class RoundLine(Strict, extra="forbid"):

@@ -87,7 +87,8 @@ def check_value(setting: Field, value: Any, name: str, limits: Mapping[str, Any]
         if value < low:
             raise ValueError(f"{name} must be at least {low:.12g}, got {shown(value)}")
         if high < value < math.inf:
-            raise ValueError(f"{name} must be at most {high:.12g}, got {shown(value)}")
+            most = high if isinstance(high, int) else f"{high:.12g}"
+            raise ValueError(f"{name} must be at most {most}, got {shown(value)}")
     if not any(_is(kind, value, limits) for kind in kinds):
         wanted = " or ".join(_wanted(kind, limits) for kind in kinds)
         raise ValueError(f"{name} must be {wanted}, got {shown(value)}")

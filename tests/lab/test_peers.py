@@ -8,6 +8,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from helpers import is_running, tiny_target
@@ -17,6 +18,7 @@ from specdec.engine.memory import weight_bytes
 from specdec.lab.bench import peer_sessions
 from specdec.lab.bench.bench import compare_texts
 from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, read_bytes
+from specdec.lab.bench.peer_weights import copy_gguf, finish, write_gguf
 from specdec.lab.bench.peers import LlamaCpp, Peer, peers_by_name
 from specdec.model.loader import load_target
 from specdec.model.rope import Rope
@@ -156,6 +158,27 @@ def test_targets_that_no_peer_is_given(target_path, name):
         peers_by_name(tiny_target().to("meta"), 64)[name]()
 
 
+def test_a_copied_gguf_file_has_the_same_tensors_and_numbered_tokens(tmp_path):
+    gguf = pytest.importorskip("gguf")
+    kind = gguf.GGMLQuantizationType
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_array("llama.numbers", [3, 5])
+    writer.add_tokenizer_model("gpt2")
+    written = {"plain": np.ones((3, 32), np.float32), "packed": gguf.quantize(np.ones((4, 32), np.float32), kind.Q4_1)}
+    writer.add_tensor("plain", written["plain"])
+    writer.add_tensor("packed", written["packed"], raw_dtype=kind.Q4_1)
+    finish(writer)
+    copy_gguf(tmp_path / "b.gguf", tmp_path / "a.gguf", vocab=4)
+    read = gguf.GGUFReader(tmp_path / "b.gguf")
+    assert {x.name: x.tensor_type for x in read.tensors} == {"plain": kind.F32, "packed": kind.Q4_1}
+    assert all(np.array_equal(x.data, written[x.name]) for x in read.tensors)
+    fields = {name: field.contents() for name, field in read.fields.items()}
+    assert (fields["general.architecture"], fields["llama.block_count"]) == ("llama", 2)
+    assert (fields["llama.numbers"], fields["tokenizer.ggml.model"]) == ([3, 5], "rwkv")
+    assert fields["tokenizer.ggml.tokens"] == ["<0>", "<1>", "<2>", "<3>"]
+
+
 # The engines themselves, where they are installed
 
 
@@ -220,6 +243,20 @@ def test_an_engine_decodes_the_targets_text(name, model, tmp_path, monkeypatch):
     assert 0 < run.prefill_seconds + sum(run.steps) <= run.seconds
     assert run.cache_bytes >= (5 + 39) * contender.values * contender.cache_dtype.itemsize
     assert "engine" in contender.details()
+
+
+def test_llama_cpp_decodes_the_targets_own_file_also_with_its_own_drafts(tmp_path):
+    pytest.importorskip("xllamacpp")
+    target, file = target_of(), tmp_path / "a.gguf"
+    write_gguf(file, target, "llama", torch.float16)
+    makers = peers_by_name(target, 300, file)
+    texts = {name: makers[name]() for name in ("llama.cpp-fp16", "llama.cpp-file", "llama.cpp-ngram")}
+    run = {name: contender(PROMPTS[4], 200, Sampling(), 0) for name, contender in texts.items()}
+    assert run["llama.cpp-fp16"].tokens == run["llama.cpp-file"].tokens == run["llama.cpp-ngram"].tokens
+    assert [contender.drafts for contender in texts.values()] == [False, False, True]
+    assert texts["llama.cpp-file"].weights == file.stat().st_size
+    with pytest.raises(NotAvailable, match="not read from a GGUF file"):
+        peers_by_name(target, 300)["llama.cpp-file"]()
 
 
 @pytest.mark.parametrize("name", ["ctranslate2", "llama.cpp"])

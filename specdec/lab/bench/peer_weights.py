@@ -113,9 +113,8 @@ def write_gguf(
         getattr(writer, f"add_{field}")(value)
     if vocabulary is not None:
         vocabulary(writer)
-    else:  # of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token
-        writer.add_tokenizer_model("rwkv")
-        writer.add_token_list([f"<{token}>" for token in range(config.vocab)])
+    else:
+        _number_tokens(writer, config.vocab)
     kind = gguf.GGMLQuantizationType
     kinds = {torch.float32: kind.F32, torch.float16: kind.F16, torch.bfloat16: kind.BF16}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[name.upper()], config.layers)
@@ -123,6 +122,34 @@ def write_gguf(
         tensor = tensor.to(dtype if tensor.ndim > 1 else torch.float32).contiguous()
         own = str(names.get_name(key, try_suffixes=(".weight", ".bias")))
         writer.add_tensor(own, tensor.view(torch.uint8).numpy(), raw_dtype=kinds[tensor.dtype])
+    finish(writer)
+
+
+def copy_gguf(path: Path, source: Path, vocab: int) -> None:
+    """Copy a model's GGUF file with its tensors as they are, but tokens without text instead of its tokenizer."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    architecture: Any = reader.get_field("general.architecture")
+    writer = gguf.GGUFWriter(path, architecture.contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "tokenizer.", "general.")):
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(name, field.contents(), field.types[0], inner)
+    _number_tokens(writer, vocab)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    finish(writer)
+
+
+def _number_tokens(writer: Any, vocab: int) -> None:
+    """Of the tokenizers that llama.cpp has, rwkv's needs a list of tokens only, and has no end-of-text token."""
+    writer.add_tokenizer_model("rwkv")
+    writer.add_token_list([f"<{token}>" for token in range(vocab)])
+
+
+def finish(writer: Any) -> None:
+    """Write the file of a `GGUFWriter`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from specdec.lab.bench import peer_sessions
 from specdec.lab.bench.contenders import SHARED, Contender, NotAvailable, TimedRun, read_bytes, translated
-from specdec.lab.bench.peer_weights import write_ctranslate2, write_gguf
+from specdec.lab.bench.peer_weights import copy_gguf, write_ctranslate2, write_gguf
 from specdec.model.archs import ModelConfig
 from specdec.model.checkpoint import DTYPES
 from specdec.model.target import Target
@@ -93,9 +93,9 @@ class Peer(Contender):
     @override
     def moved(self, target: Target, context: float) -> float:
         """As of `Contender`. Weights and cache count in the widths that this engine keeps them in."""
-        weights = read_bytes(target, 0, packed=False)
+        weights, stored = read_bytes(target, 0, packed=False), sum(p.nbytes for p in target.parameters())
         cache = read_bytes(target, context, packed=False) - weights
-        return (weights * self.dtype.itemsize + cache * self.cache_dtype.itemsize) / target.dtype.itemsize
+        return weights * self.weights / stored + cache * self.cache_dtype.itemsize / target.dtype.itemsize
 
 
 class CTranslate2(Peer):
@@ -131,16 +131,29 @@ class LlamaCpp(Peer):
 
     engine, modules = "llama.cpp", ("xllamacpp", "gguf")
 
-    def __init__(self, target: Target, slots: int, dtype: torch.dtype):
-        """Load the target's weights. Raises NotAvailable if llama.cpp does not support the model."""
+    def __init__(
+        self, target: Target, slots: int, dtype: torch.dtype, file: Path | None = None, drafts: str | None = None
+    ):
+        """Load the target's weights, or its GGUF `file`. Raises NotAvailable if llama.cpp does not support the model.
+
+        drafts: one of llama.cpp's own ways of speculation.
+        """
         super().__init__(target, slots, dtype)
-        self.cache_dtype, name = torch.float16, self.architecture(target.config, slots)
+        self.cache_dtype, self.drafts = torch.float16, drafts is not None
         self.slots += -slots % CELLS
+        name = self.architecture(target.config, slots)
 
         def fill(folder: Path) -> None:
-            write_gguf(folder / peer_sessions.GGUF, target, name, dtype)
+            path = folder / peer_sessions.GGUF
+            if file is None:
+                write_gguf(path, target, name, dtype)
+            else:
+                copy_gguf(path, file, target.vocab)
 
-        self.load(fill, peer_sessions.llama_cpp_session, slots=self.slots, threads=self.threads)
+        if file is not None:
+            self.weights = file.stat().st_size
+        how: dict[str, Any] = {"slots": self.slots, "threads": self.threads, "drafts": drafts}
+        self.load(fill, peer_sessions.llama_cpp_session, **how)
 
     @classmethod
     def architecture(cls, config: ModelConfig, slots: int) -> str:
@@ -170,10 +183,19 @@ class LlamaCpp(Peer):
         return {"engine": f"xllamacpp {self.module.__version__}", "built_for": built_for, "threads": self.threads}
 
 
-def peers_by_name(target, slots: int) -> dict[str, Callable[[], Contender]]:
-    """Return makers: ENGINE of the target's dtype, ENGINE-fp32, -fp16 and -bf16. slots: tokens of the longest text."""
+def peers_by_name(target, slots: int, file: Path | None = None) -> dict[str, Callable[[], Contender]]:
+    """Return makers: ENGINE of the target's dtype, ENGINE-fp32, -fp16 and -bf16; llama.cpp-file and llama.cpp-ngram.
+
+    slots: tokens of the longest text. file: the target's GGUF file, which the last two decode, ngram with drafts.
+    """
     makers: dict[str, Callable[[], Contender]] = {}
     for name, engine in {"ctranslate2": CTranslate2, "llama.cpp": LlamaCpp}.items():
         makers[name] = partial(engine, target, slots, target.dtype)
         makers |= {f"{name}-{short}": partial(engine, target, slots, dtype) for short, dtype in DTYPES.items()}
-    return makers
+
+    def of_file(drafts: str | None) -> Contender:
+        if file is None:
+            raise NotAvailable("the target is not read from a GGUF file")
+        return LlamaCpp(target, slots, target.dtype, file, drafts)
+
+    return makers | {"llama.cpp-file": partial(of_file, None), "llama.cpp-ngram": partial(of_file, "NGRAM_SIMPLE")}

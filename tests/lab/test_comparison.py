@@ -13,7 +13,7 @@ import specdec
 from specdec import registry
 from specdec.lab.sweep.compare import PARTS, Score, Tally, ratio
 from specdec.lab.sweep.compare_command import engines_in_words, entries_of
-from specdec.lab.sweep.comparison import Comparison, named
+from specdec.lab.sweep.comparison import Comparison, named, way_of
 from specdec.model.names import draft_for
 from specdec.text import read_prompts
 
@@ -77,7 +77,9 @@ def test_compare_decodes_as_generate_does(target, drafter_path):
     assert found.verdict.split(".")[0] in found._repr_html_()
     assert math.isnan(specdec.compare(target, "ngram", "x", max_new_tokens=2, progress=False).scores[0].tau_interval[0])
     with pytest.raises(ValueError, match="NGram cannot be captured"):
-        specdec.compare(target, "ngram", "x", compile=True)
+        specdec.compare(target, {"draft": "ngram", "compile": True}, "x")
+    eager = way_of("ngram", "ngram", target, {"tree": None, "verifier": "match", "token_map": None, "compile": True})
+    assert not eager.compile  # it cannot be compiled, and the entry did not ask for it
 
 
 def test_names_stand_for_objects_and_messages_and_ids_for_texts(target, target_path, drafter_path):

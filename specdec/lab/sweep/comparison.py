@@ -203,7 +203,7 @@ def compare(
         verifier: Verifier of entries without one.
         trials: Number of turns.
         token_map: Token map of entries without one.
-        compile: Compile rounds, plain ones too.
+        compile: Compile plain rounds, and those of all drafters that can be captured.
         progress: Show a bar; None does so on a terminal.
         **words: Fields of `Sampling`, such as `temperature`.
 
@@ -256,11 +256,13 @@ def _name(entry: object, whole: bool) -> str:
 
 def way_of(name: str, entry: object, target: LanguageModel, given: dict) -> ComparedWay:
     """What an entry describes; `given` has what holds where it says nothing. Raises ValueError for an unknown field."""
-    whole: Any = given | read_entry(entry, FIELDS, f"entries.{name}")
+    stated = read_entry(entry, FIELDS, f"entries.{name}")
+    whole: Any = given | stated
     drafter, rule, tree = whole["draft"], whole["verifier"], whole["tree"]
     check_drafter(drafter)
     if not isinstance(drafter, Drafter):
         drafter = load_drafter(drafter, target, token_map=whole["token_map"])
     tree = instantiate(tree) if isinstance(tree, Mapping) else as_tree(tree, drafter)
     rule = make_verifier(**rule) if isinstance(rule, Mapping) else as_verifier(rule)
-    return ComparedWay(drafter, cast(TreePolicy, tree), rule, whole["compile"])
+    compiled = whole["compile"] and ("compile" in stated or drafter.capturable)
+    return ComparedWay(drafter, cast(TreePolicy, tree), rule, compiled)

@@ -99,7 +99,7 @@ def resolve(path: str | os.PathLike) -> Path:
     path: a folder, a GGUF file or a folder with one, a bundled folder (`bundled`), a name in `PUBLISHED`, a hub name
     OWNER/MODEL, or OWNER/MODEL:FILE.gguf. FILE.py:NAME:CHECKPOINT is that checkpoint.
     """
-    from specdec.model.gguf_target import only_gguf, unpacked
+    from specdec.model.gguf_target import unpacked
 
     code, checkpoint = own.split(str(path))
     if own.is_own(str(path)) and checkpoint is None:
@@ -109,13 +109,11 @@ def resolve(path: str | os.PathLike) -> Path:
     name = checkpoint or str(path)
     check_place(name)
     folder = Path(bundled(name))
-    if folder.is_dir():
-        if not (folder / "config.json").exists() and (folder / "draft" / "config.json").is_file():
-            folder = folder / "draft"  # the folder of a training run
-        file = only_gguf(folder)
+    if not (folder / "config.json").exists() and (folder / "draft" / "config.json").is_file():
+        folder = folder / "draft"  # the folder of a training run
+    if folder.exists():
+        file = gguf_file(folder)
         return unpacked(file) if file else folder
-    if folder.is_file():
-        return unpacked(folder)
     if name in PUBLISHED:
         return _published(name)
     repository, _, wanted = name.partition(":")
@@ -141,14 +139,20 @@ def _published(name: str) -> Path:
 
 
 def gguf_file(name: str | os.PathLike) -> Path | None:
-    """Return the GGUF file on this machine that a target's name means, None if there is none."""
+    """Return the GGUF file that a name means: itself, the only one of a folder, or an installed package's; else None.
+
+    Raises ValueError for a folder with several.
+    """
     from specdec.model.gguf_target import only_gguf
 
-    if (model := PUBLISHED.get(str(name))) is None:
-        return only_gguf(Path(name)) if Path(name).is_dir() else Path(name) if Path(name).suffix == ".gguf" else None
-    found = find_spec(model.module)
-    places = [Path(place) / model.file for place in (found.submodule_search_locations if found else None) or ()]
-    return next((file for file in places if file.is_file()), None)
+    place, model = Path(name), PUBLISHED.get(str(name))
+    if place.exists():
+        return only_gguf(place) if place.is_dir() else place
+    found = find_spec(model.module) if model else None
+    if model is None or found is None:
+        return None
+    files = [Path(folder) / model.file for folder in found.submodule_search_locations or ()]
+    return next((file for file in files if file.is_file()), None)
 
 
 def _known(name: str) -> str:

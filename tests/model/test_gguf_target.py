@@ -15,7 +15,7 @@ from helpers import save_hf
 from transformers import AutoModelForCausalLM
 
 from specdec.api import generate
-from specdec.lab.bench.peer_weights import write_gguf
+from specdec.lab.bench.peer_weights import finish, write_gguf
 from specdec.model import gguf_target, names
 from specdec.model.gguf_target import unpacked
 from specdec.model.loader import load_target
@@ -169,10 +169,7 @@ def rewritten(file: Path, arch: str = "llama", fields: dict | None = None, drop:
         writer.add_tensor(name, value)
     if extra:
         writer.add_tensor("blk.0.ffn_down.bias", np.zeros(16, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def cut(file: Path, share: float) -> None:

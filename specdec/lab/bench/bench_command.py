@@ -111,7 +111,8 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
     names = settings["suite"]["contenders"]
     for name in names:
         if name not in known:
-            raise ValueError(f"there is no contender {name!r}: there are {', '.join(known)}")
+            there = ", ".join(other for other in known if not other.endswith(tuple(DTYPES)))
+            raise ValueError(f"there is no contender {name!r}: there are {there}, and some with {' or '.join(DTYPES)}")
     simulated = "" if tau is None else f", {verifier}"
     return {name + simulated * name.endswith("speculative"): known[name] for name in names}
 

@@ -150,6 +150,7 @@ def write(prompts: Iterable[Turns], folder: Path, rng: random.Random) -> None:
     shuffled = list(prompts)
     rng.shuffle(shuffled)
     rows = [conversation(number, turns, rng) for number, turns in enumerate(shuffled)]
+    folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("greedy", rows[::2]), ("warm", rows[1::2])):
         write_text(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part))
 

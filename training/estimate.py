@@ -33,19 +33,20 @@ def plan(trainer: Trainer) -> tuple[list[int], dict]:
     """Return the sample indices of the largest batch, and counts of the whole run. Tokens include padding."""
     data, config = trainer.data, trainer.config
     a_step = config.accumulate * trainer.processes.world
-    batches, epoch, sizes = config.length * a_step, len(data.epoch(0)), [0]
-    largest: list[int] = []
-    for indices in itertools.islice(data.order(), batches):
-        size = math.prod(data.layout(indices)[1])
-        largest = indices if size > max(sizes[-epoch:]) else largest
-        sizes.append(size)
+    batches, epoch = config.length * a_step, len(data.epoch(0))
+
+    def tokens(indices: list[int]) -> int:
+        return math.prod(data.layout(indices)[1])
+
+    run = list(itertools.islice(data.order(), batches))
+    largest = max(run, key=tokens, default=[])
     return largest, {
         "conversations": len(data.samples),
         "steps": config.length,
         "steps_an_epoch": epoch / a_step,
         "epochs": round(batches / epoch, 3),
-        "tokens": sum(sizes),
-        "epoch_tokens": sum(math.prod(data.layout(indices)[1]) for indices in data.epoch(0)),
+        "tokens": sum(map(tokens, run)),
+        "epoch_tokens": sum(map(tokens, data.epoch(0))),
         "learnt_tokens": sum(int(s.mask.sum()) for s in data.samples),
         "largest_batch": list(data.layout(largest)[1]),
     }

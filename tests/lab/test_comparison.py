@@ -27,7 +27,7 @@ def target(target_path):
     return specdec.load_target(target_path)
 
 
-def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
+def comparison(speeds: dict[str, list[float]], plain_compiled: bool = False, **differences) -> Comparison:
     """Each way decodes a token a prompt, in so many seconds; plain decoding takes 1."""
     times = {"": [1.0] * len(next(iter(speeds.values())))} | speeds
     tallies = {name: Tally(torch.tensor([[1.0, 1.0, s] for s in t]).double()) for name, t in times.items()}
@@ -35,13 +35,13 @@ def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
         "drafter": "D", "tree": "1/3/4", "verifier": "match", "rule": "match", "lossless": True, "tau": 2.0,
         "tau_interval": (1.9, 2.1), "acceptance_by_depth": [0.5], "tokens_per_second": 1.0, "draft_vocab": 9,
         "milliseconds_a_round": dict.fromkeys(PARTS, 1.0), "same_as_plain": 3, "settled": True, "prompts": 3,
-        "num_draft_tokens": 4,
+        "num_draft_tokens": 4, "compiled": False,
     }  # fmt: skip
     scores = []
     for name in speeds:
         faster, interval = ratio(tallies[name], tallies[""])
         scores.append(Score(name=name, ratio_to_plain=faster, ratio_interval=interval, **shared | differences))
-    return Comparison(scores, 1.0, tallies)
+    return Comparison(scores, 1.0, tallies, compiled=plain_compiled)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,7 @@ def comparison(speeds: dict[str, list[float]], **differences) -> Comparison:
         ({"a": [0.5, 1.5, 0.9]}, {}, "No drafter is shown to pay: a came out 1.03 times as fast"),
         ({"a": [0.5]}, {}, "a was 2.00 times as fast as plain decoding. One prompt says nothing of others"),
         ({"a": [0.5, 0.5, 0.5]}, {"same_as_plain": 2}, "Texts that differ from plain decoding's: a 1 of 3."),
+        ({"a": [0.5, 0.5, 0.5]}, {"same_as_plain": 2, "plain_compiled": True}, "a: compiled and eager rounds round"),
         ({"a": [0.5, 0.5, 0.5]}, {"lossless": False}, "Lossy: a."),
         ({"a": [0.5, 0.5, 0.5]}, {}, "3 prompts are few, and the intervals rough."),
     ],

@@ -56,6 +56,7 @@ class Score:
     prompts: int
     num_draft_tokens: int
     draft_vocab: int
+    compiled: bool  # its rounds
 
 
 @dataclass
@@ -158,6 +159,7 @@ def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool 
         prompts=len(tally.rows),
         num_draft_tokens=way.tree.num_draft_tokens,
         draft_vocab=way.drafter.vocab.size,
+        compiled=way.compile,
     )
 
 

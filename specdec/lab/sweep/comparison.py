@@ -40,6 +40,7 @@ COLUMNS: dict[str, Any] = {
 }  # fmt: skip
 OPTIONAL = ("ms a round: draft, verify", "accepted to depth, of all rounds")  # columns
 WIDTH = 180  # of a table where there is no terminal
+EAGER = "compiled and eager rounds round differently, and only those of it or of plain decoding are compiled"
 SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
 
 
@@ -50,6 +51,7 @@ class Comparison:
     scores: list[Score]
     plain_tokens_per_second: float
     tallies: dict[str, Tally]  # by name; plain decoding under ""
+    compiled: bool = False  # plain decoding's rounds
 
     @property
     def verdict(self) -> str:
@@ -81,12 +83,14 @@ class Comparison:
 
     def _texts(self) -> list[str]:
         lossy = [s.name for s in self.scores if not s.lossless]
-        wrong = [f"{s.name} {s.prompts - s.same_as_plain} of {s.prompts}" for s in self.scores
-                 if s.lossless and s.settled and s.same_as_plain < s.prompts]  # fmt: skip
+        wrong = [s for s in self.scores if s.lossless and s.settled and s.same_as_plain < s.prompts]
         said = [f"Lossy: {', '.join(lossy)}."] if lossy else []
         if wrong:
-            said.append(f"Texts that differ from plain decoding's: {', '.join(wrong)}.")
-        elif any(s.lossless and s.settled for s in self.scores):
+            counts = ", ".join(f"{s.name} {s.prompts - s.same_as_plain} of {s.prompts}" for s in wrong)
+            said.append(f"Texts that differ from plain decoding's: {counts}.")
+        if apart := [s.name for s in wrong if s.compiled != self.compiled]:
+            said.append(f"{', '.join(apart)}: {EAGER}.")
+        if not wrong and any(s.lossless and s.settled for s in self.scores):
             said.append(f"All texts{' of the others' if lossy else ''} are plain decoding's.")
         return said
 
@@ -227,7 +231,7 @@ def compare(
         tallies, scores = decode_in_turn(
             target, batch, ways, trials=trials, compile=compile, progress=bar.update, **how
         )
-    return Comparison(scores, tallies[""].rate, tallies)
+    return Comparison(scores, tallies[""].rate, tallies, compile)
 
 
 def named(drafts: str | Drafter | abc.Sequence | Mapping) -> dict[str, object]:

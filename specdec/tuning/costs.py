@@ -3,12 +3,13 @@
 A round that drafts D levels by expanding E nodes below the root, and verifies N nodes of each row at a context of C
 tokens, takes the sum of two parts:
 
-    draft    a + b (D - 1) + c E + d C (D - 1) + e N [dynamic] + f [cut]    all but the target's forward; plainly p
-    verify   v(N) + (g + h N) C                                             the target's forward over the tree
+    draft    a + b (D - 1) + c E + d C (D - 1) + (e D + f N) [dynamic] + g [cut]    all but verify; plainly p
+    verify   v(N) + (h + i N) C                                                     the target's forward over the tree
 
-v is linear between the measured N, and a plain round is N = 1. Dynamic trees also select their nodes, and cut ones are
-copied to the host. Coefficients are least squares on relative errors for each measured number of rows, and none is
-negative. Between numbers of rows everything is linear, and beyond the largest it continues in the last slope.
+v is linear between the measured N, and a plain round is N = 1. Dynamic trees also select the nodes of each level and of
+the whole, and cut ones are copied to the host. Coefficients are least squares on relative errors for each measured
+number of rows, and none is negative. Between numbers of rows everything is linear, and beyond the largest it continues
+in the last slope.
 """
 
 import hashlib
@@ -91,9 +92,10 @@ class _Fit:
 
 def _draft(kind: Kind, context) -> list:
     if not kind.levels:
-        return [1, *[0] * 6]
-    deeper = kind.levels - 1
-    return [0, 1, deeper, kind.expanded, deeper * context, kind.dynamic * kind.nodes, kind.cut]
+        return [1, *[0] * 7]
+    deeper, dynamic = kind.levels - 1, kind.dynamic
+    selects = [dynamic * kind.levels, dynamic * kind.nodes]
+    return [0, 1, deeper, kind.expanded, deeper * context, *selects, kind.cut]
 
 
 def _fits(points: Sequence[Point]) -> tuple[_Fit, _Fit]:

@@ -23,7 +23,7 @@ from pathlib import Path
 import checkout  # noqa: F401
 
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import write_text
+from specdec.cli.files import output_folder, write_text
 from specdec.training.data import Record, read_records
 
 # Source: the largest number of its conversations.
@@ -150,7 +150,7 @@ def write(prompts: Iterable[Turns], folder: Path, rng: random.Random) -> None:
     shuffled = list(prompts)
     rng.shuffle(shuffled)
     rows = [conversation(number, turns, rng) for number, turns in enumerate(shuffled)]
-    folder.mkdir(parents=True, exist_ok=True)
+    output_folder(folder)
     for name, part in (("greedy", rows[::2]), ("warm", rows[1::2])):
         write_text(folder / f"{name}.jsonl", "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part))
 

@@ -38,14 +38,19 @@ def plan(trainer: Trainer) -> tuple[list[int], dict]:
     def tokens(indices: list[int]) -> int:
         return math.prod(data.layout(indices)[1])
 
-    run = list(itertools.islice(data.order(), batches))
-    largest = max(run, key=tokens, default=[])
+    total, most = 0, 0
+    largest: list[int] = []
+    for indices in itertools.islice(data.order(), batches):
+        size = tokens(indices)
+        total += size
+        if size > most:
+            most, largest = size, indices
     return largest, {
         "conversations": len(data.samples),
         "steps": config.length,
         "steps_an_epoch": epoch / a_step,
         "epochs": round(batches / epoch, 3),
-        "tokens": sum(map(tokens, run)),
+        "tokens": total,
         "epoch_tokens": sum(map(tokens, data.epoch(0))),
         "learnt_tokens": sum(int(s.mask.sum()) for s in data.samples),
         "largest_batch": list(data.layout(largest)[1]),

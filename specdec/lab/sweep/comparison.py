@@ -40,7 +40,6 @@ COLUMNS: dict[str, Any] = {
 }  # fmt: skip
 OPTIONAL = ("ms a round: draft, verify", "accepted to depth, of all rounds")  # columns
 WIDTH = 180  # of a table where there is no terminal
-EAGER = "compiled and eager rounds round differently, and only those of it or of plain decoding are compiled"
 SMALLER = "Smaller trees cost less a round, such as a chain of 3 (topk 1, steps 3), and"
 
 
@@ -88,9 +87,10 @@ class Comparison:
         if wrong:
             counts = ", ".join(f"{s.name} {s.prompts - s.same_as_plain} of {s.prompts}" for s in wrong)
             said.append(f"Texts that differ from plain decoding's: {counts}.")
-        if apart := [s.name for s in wrong if s.compiled != self.compiled]:
-            said.append(f"{', '.join(apart)}: {EAGER}.")
-        if not wrong and any(s.lossless and s.settled for s in self.scores):
+            own, plains = ("eager", "compiled") if self.compiled else ("compiled", "eager")
+            if apart := ", ".join(s.name for s in wrong if s.compiled != self.compiled):
+                said.append(f"Rounding may be why: plain decoding is {plains}, the rounds of {apart} are {own}.")
+        elif any(s.lossless and s.settled for s in self.scores):
             said.append(f"All texts{' of the others' if lossy else ''} are plain decoding's.")
         return said
 

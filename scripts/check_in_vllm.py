@@ -141,7 +141,7 @@ def exported(name: str, drafter: str | Path, folder: Path, target: str | Path | 
 
 def bundled_drafters() -> list[Path]:
     """Return the folders of the demo target's drafters."""
-    others = {"target", *(model.draft for model in PUBLISHED.values())}  # heads of other targets
+    others = {"target", *(name for model in PUBLISHED.values() for name in model.drafts)}  # heads of other targets
     return sorted(p.parent for p in DEMO_TARGET.parent.glob("*/config.json") if p.parent.name not in others)
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
-SPIN = {"GOMP_SPINCOUNT": "8000", "KMP_BLOCKTIME": "1"}  # libgomp: 0.1 to 0.5 ms; libiomp: 1 ms, its unit
+SPIN = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}  # libgomp: 0.4 to 2 ms; libiomp: 1 ms, its unit
 STAT = "/proc/stat"
 EVERY, SOON = 0.2, 0.05  # seconds between two looks at the load, and before the second one of a decoding
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat per second

@@ -117,6 +117,11 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     if cache is not None:
         cache.check(target, drafter.taps, drafter.vocab, samples)
     objective = instantiate(config.objective, "objective")
+    if (deepest := drafter.deepest(objective.steps)) < objective.steps:
+        raise ValueError(
+            f"objective.steps is {objective.steps}, but this drafter drafts {deepest} tokens only: give "
+            f"objective={family_of(drafter).objective}, or objective.steps={deepest}"
+        )
     how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.lookahead
     data = Batches(learnt, *how)
     trainer_config = trainer_config.over(len(data.epoch(0)) / processes.world)

@@ -4,6 +4,8 @@ import os
 
 from specdec.acceptance import read_acceptance
 from specdec.drafters.formats import open_checkpoint
+from specdec.drafters.formats.parts import dtype_name
+from specdec.model.checkpoint import holds_int8
 from specdec.model.names import resolve
 
 
@@ -15,6 +17,8 @@ def inspect(path: str | os.PathLike) -> dict:
     checkpoint = open_checkpoint(path, headers=True)
     sizes = {name: t.numel() for name, t in checkpoint.tensors.items() if t.is_floating_point()}
     embedding = sizes.get("embed_tokens.weight", 0)
+    rounded = holds_int8(resolve(path))  # then a matrix, which is read as fp32, is int8 in the file
+    dtypes = {"int8" if rounded and t.ndim == 2 else dtype_name(t) for t in checkpoint.tensors.values()}
     problems = checkpoint.problems()
     try:
         read_acceptance(resolve(path))
@@ -23,7 +27,7 @@ def inspect(path: str | os.PathLike) -> dict:
     return {
         "path": str(path),
         **checkpoint.conventions(),
-        "dtypes": ", ".join(sorted({str(t.dtype).removeprefix("torch.") for t in checkpoint.tensors.values()})),
+        "dtypes": ", ".join(sorted(dtypes)),
         "parameters": sum(sizes.values()) - embedding,
         "embedding_parameters": embedding,
         "problems": problems,

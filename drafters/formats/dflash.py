@@ -2,7 +2,8 @@
 
 Traps: `target_layer_ids` count layers by their outputs, one less than indices into hidden_states. DeepSpec's "DFlash"
 is aligned as DSpark: slot k predicts the token p+k+1, and all slots draft. Its files carry copies of the target's
-frozen embeddings and head. The files of z-lab and SpecForge have neither.
+frozen embeddings and head. The files of z-lab and SpecForge have neither. In their layout `d2t` is ours, for a part of
+the vocabulary, which is proposed with the target's rows.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
 from specdec.drafters.block_layers import BlockForward
@@ -46,7 +47,7 @@ CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 @dataclass(frozen=True)
 class BlockMeaning(Meaning):
-    """What the drafter of a checkpoint is. Its head is of its own only where its vocabulary is a part."""
+    """What the drafter of a checkpoint is."""
 
     shape: DraftShape
     vocab: int  # the target's tokens
@@ -58,10 +59,11 @@ class BlockMeaning(Meaning):
     rank: int = 0
     head: Mapping[str, int] = field(default_factory=dict)  # settings of the conditional head
     confidence: int | None = None  # the rank of what its confidence head sees of tokens; None: there is none
+    own_head: bool = False
 
     @property
-    @override
-    def own_head(self) -> bool:  # type: ignore[override]
+    def part(self) -> bool:
+        """Whether it proposes a part of the vocabulary only."""
         return self.draft_vocab != self.vocab
 
 
@@ -103,6 +105,7 @@ def meaning_of(
         forward=forward,
         **conditional_of(config, shape, tensors, name),
         confidence=None if sure is None else sure.shape[1] - shape.hidden,
+        own_head="lm_head.weight" in tensors,
     )
     return meaning, tensors
 
@@ -202,11 +205,11 @@ class BlockFamily(Family):
             rank=head.rank if head else 0,
             head=head.settings() if head else {},
             confidence=sure.rank if sure else None,
+            own_head=isinstance(drafter.head, nn.Linear),  # else rows of the target's
         )
         tensors = rows_of(self.parameters(drafter))
         if vocab.ids is not None:
             tensors |= {"d2t": vocab.ids - torch.arange(vocab.size, device=vocab.ids.device)}
-            tensors |= {"lm_head.weight": drafter.head.weight}
         return meaning, tensors
 
     @override

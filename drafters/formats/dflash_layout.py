@@ -21,9 +21,10 @@ from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, write_only
 from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, meaning_of, outputs
 from specdec.drafters.formats.eagle3_layout import check_list
-from specdec.drafters.formats.maps import with_membership
+from specdec.drafters.formats.maps import read_vocab, with_membership
 from specdec.drafters.formats.parts import dtype_name, shape_fields
 from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
+from specdec.drafters.layers import SharedHead
 
 PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
@@ -46,7 +47,7 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
     """Write the layout of z-lab and SpecForge. Raise ValueError for a drafter that it cannot express."""
     how = meaning.forward
     if meaning.own_head:
-        raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
+        raise ValueError("this layout has no head of a drafter's own: take the layout speculators")
     if how.window_from != "slot":
         raise ValueError("a window before the anchor has no name in this layout: take the layout speculators")
     fields: dict[str, Any] = {"mask_token_id": how.mask_token, "target_layer_ids": [tap - 1 for tap in meaning.taps]}
@@ -125,7 +126,7 @@ def read_deepspec(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeani
 def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """With copies of the target's embeddings and head, as DeepSpec's modules expect them."""
     how = meaning.forward
-    if meaning.own_head:
+    if meaning.part:
         raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
     check_form(meaning, heads=tuple(MARKOV.values()))
     if how.label != "p+k+1" or how.causal or any(how.sliding) or how.convolution:
@@ -159,7 +160,7 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[BlockMe
 def speculators_kind(meaning: BlockMeaning) -> str:
     """The library's name for a drafter. Raises ValueError for parts that it does not put together."""
     selector, convolution = meaning.conditional == "selector", bool(meaning.forward.convolution)
-    if selector != convolution or (selector and (meaning.own_head or meaning.confidence is not None)):
+    if selector != convolution or (selector and (meaning.part or meaning.confidence is not None)):
         raise ValueError(
             "this layout has convolutions and a selector together, for the whole vocabulary and without a confidence "
             "head: take the layout dflash"
@@ -177,6 +178,11 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
         raise ValueError("this layout has no name for full layers in which a slot sees no later one")
     if any(how.sliding) and how.window_from != "anchor":
         raise ValueError("in this layout a window ends before the anchor (train with drafter.window_from=anchor)")
+    if meaning.part and not meaning.own_head:
+        if target is None:
+            raise ValueError("the checkpoint has no head, and this layout needs one: give --target to copy it")
+        rows = SharedHead(target.part("head"), read_vocab(tensors, meaning.vocab, target.name).ids).weight
+        tensors = tensors | {"lm_head.weight": rows.to(tensors["norm.weight"].dtype)}
     kind = speculators_kind(meaning)
     config = speculators_fields(kind, ARCHITECTURES[kind], target, how.drafts) | {
         "aux_hidden_state_layer_ids": list(meaning.taps),
@@ -223,7 +229,7 @@ def write_vllm(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | No
     _check_last(meaning, target, "which vLLM has only as it is before the final norm")
     if meaning.conditional or meaning.confidence is not None:
         return write_deepspec(meaning, tensors, target)
-    if not meaning.own_head:
+    if not meaning.part:
         config, tensors = write(meaning, tensors, target)
         return config | ({"is_causal": True} if how.causal else {}), tensors
     if how.causal or any(how.sliding):
@@ -239,6 +245,8 @@ def write_sglang(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | 
     """Write the layout that SGLang reads for this drafter. Raise ValueError if there is none."""
     if target is not None:
         _check_last(meaning, target, "which SGLang does not give")
+    if meaning.part:
+        raise ValueError("SGLang has no form for a part of the vocabulary (train with drafter.draft_vocab_size=null)")
     one = write_deepspec if meaning.conditional == "markov" else write
     return one(meaning, tensors, target)
 

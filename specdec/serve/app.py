@@ -23,6 +23,8 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec import __version__
 from specdec.serve.exchange import Exchange, Workers, read_body, unless_stopped
@@ -57,7 +59,9 @@ def make_app(
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(title="specdec", version=__version__, lifespan=lambda _: running(service.scheduler), **pages)
     _add_errors(app, service)
-    _add_callers(app, hosts, origins)
+    app.add_middleware(Callers, hosts=hosts, origins=origins)
+    if any(origins):
+        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     _add_state(app, service)
     _add_answers(app, service, api_key)
     add_pages(app)
@@ -121,27 +125,43 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         return await refused(request, Refusal(f"the server has failed: {type(error).__name__}", status=500))
 
 
-def _add_callers(app: FastAPI, hosts: Sequence[str], origins: Sequence[str]) -> None:
-    """Refuse foreign names of this host and foreign web pages; return each request's `X-Request-Id`."""
+class Callers:
+    """Refuses foreign names of this host and foreign web pages, and returns each request's `X-Request-Id`.
 
-    @app.middleware("http")
-    async def check_caller(request: Request, call_next):
+    It is plain ASGI: `app.middleware` would hand every chunk of a stream on through a queue.
+    """
+
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str]):
+        """hosts, origins: as for `make_app`."""
+        self.app, self.hosts, self.origins = app, hosts, origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have the application answer it."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request = Request(scope)
+        number = request.headers.get("x-request-id") or secrets.token_hex(16)
+
+        async def numbered(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = number
+            await send(message)
+
+        await (self.refused(request) or self.app)(scope, receive, numbered)
+
+    def refused(self, request: Request) -> Response | None:
+        """Return the response to a request that is not for the application."""
         host = request.url.hostname or ""
         origin = request.headers.get("origin")
         own = origin in (f"http://{request.headers.get('host')}", f"https://{request.headers.get('host')}")
-        if "*" not in hosts and host not in hosts:
-            response = JSONResponse(Refusal(FOREIGN.format("host", host, "--allowed-hosts")).body(), 403)
-        elif origin is not None and not own and not {"*", origin} & set(origins):
-            response = JSONResponse(Refusal(FOREIGN.format("web page", origin, "--cors-origins")).body(), 403)
-        elif request.headers.get("content-type", "").startswith("text/plain"):
-            response = JSONResponse(Refusal("the body must be application/json, not text/plain").body(), 415)
-        else:
-            response = await call_next(request)
-        response.headers["x-request-id"] = request.headers.get("x-request-id") or secrets.token_hex(16)
-        return response
-
-    if any(origins):
-        app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
+        if "*" not in self.hosts and host not in self.hosts:
+            return JSONResponse(Refusal(FOREIGN.format("host", host, "--allowed-hosts")).body(), 403)
+        if origin is not None and not own and not {"*", origin} & set(self.origins):
+            return JSONResponse(Refusal(FOREIGN.format("web page", origin, "--cors-origins")).body(), 403)
+        if request.headers.get("content-type", "").startswith("text/plain"):
+            return JSONResponse(Refusal("the body must be application/json, not text/plain").body(), 415)
+        return None
 
 
 def _add_state(app: FastAPI, service: Service) -> None:

@@ -40,7 +40,7 @@ def test_it_may_be_shipped():
     assert (DEMO / "README.md").is_file()
 
 
-PAIRED = ("demo/eagle3", {}), ("demo/eagle2", {}), ("demo/mtp", {}), ("demo/dspark", {}), ("ngram", {})
+PAIRED = ("demo/eagle3", {}), ("demo/eagle2", {}), ("demo/mtp", {}), ("ngram", {})
 
 
 @pytest.mark.parametrize(("draft", "how"), [*PAIRED, ("demo/eagle2", {"token_map": DEMO / "frspec_4096.json"})])

@@ -21,7 +21,7 @@ def test_spin_is_set_before_torch_and_yields_to_the_user():
             print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("KMP_BLOCKTIME"))
         assert "torch" not in sys.modules"""
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["8000", "1", "7", "1", "8000", "200", "None", "None"]
+    assert out.stdout.split() == ["30000", "1", "7", "1", "30000", "200", "None", "None"]
 
 
 @pytest.fixture

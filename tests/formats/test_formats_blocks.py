@@ -43,22 +43,33 @@ def drafter_of(name: str):
 
 
 def test_a_part_of_the_vocabulary(target, tmp_path):
-    """The layout of speculators has the map, and a head of its own; the others refuse it. vLLM would make all layers
-    causal there, unless windows are said not to be."""
+    """The file holds the map and no head: its rows are the target's. The layout of speculators gets a copy of them, the
+    other published ones refuse it. vLLM would make all layers causal there, unless windows are said not to be."""
     some = DraftVocab(320, torch.arange(96) * 3)
     drafter = create(target, layers=2, taps=(2, 6, 10), block_size=4, vocab=some)
     parts = dflash.FAMILY.dismantle(drafter, target)
     save_drafter(drafter, tmp_path / "it", target)
     checkpoint, again = open_checkpoint(tmp_path / "it"), load_drafter(tmp_path / "it", target)
-    assert (checkpoint.layout, checkpoint.meaning) == (dflash_layout.SPECULATORS, parts[0])
+    assert (checkpoint.layout, checkpoint.meaning) == (dflash_layout.ZLAB, parts[0])
+    assert "lm_head.weight" not in checkpoint.tensors
     assert torch.equal(again.vocab.ids, some.ids)
-    assert torch.equal(again.head.weight, drafter.head.weight)
-    for layout in (dflash_layout.ZLAB, dflash_layout.DEEPSPEC):
-        with pytest.raises(ValueError, match="no part of a vocabulary"):
-            layout.write(*parts, facts_of(target))
+    assert torch.equal(again.head.weight, target.head.weight[some.ids])
+    for write in (dflash_layout.write_deepspec, dflash_layout.write_sglang):
+        with pytest.raises(ValueError, match=r"no part of a vocabulary|no form for a part"):
+            write(*parts, facts_of(target))
+    with pytest.raises(ValueError, match="the checkpoint has no head, and this layout needs one: give --target"):
+        dflash_layout.write_speculators(*parts, None)
     config, tensors = dflash_layout.write_vllm(*parts, facts_of(target))
     assert (config["speculators_model_type"], config["sliding_window_non_causal"]) == ("dflash", True)
-    assert {"d2t", "t2d", "lm_head.weight"} <= set(tensors)
+    assert torch.equal(tensors["lm_head.weight"], target.head.weight[some.ids])
+    write_folder(tmp_path / "copied", config, tensors)
+    copied = open_checkpoint(tmp_path / "copied")
+    assert (copied.layout, copied.meaning) == (
+        dflash_layout.SPECULATORS,
+        dataclasses.replace(parts[0], own_head=True),
+    )
+    with pytest.raises(ValueError, match="no head of a drafter's own: take the layout speculators"):
+        dflash_layout.write(copied.meaning, copied.tensors, facts_of(target))
 
 
 # What is changed in a drafter, and the reason of each server; None: it is exported.

@@ -17,7 +17,7 @@ PROMPTS = [[1, 300, 400, 500], [1, 700, 30, 20]]
 def test_bundled_drafters_and_variants_are_exported(tmp_path):
     cases, refused = check_in_vllm.drafter_cases(tmp_path, check_in_vllm.bundled_drafters())
     assert [case.name for case in cases] == ["eagle2", "eagle3"]
-    assert set(refused) == {"mtp", "dspark"}
+    assert set(refused) == {"mtp"}
     variants = check_in_vllm.variant_cases(tmp_path / "variants")
     assert [case.asked["method"] for case in variants] == ["eagle3"] * 8
 

@@ -110,7 +110,7 @@ def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
         assert entries_of(own | {"target": {"path": path}}) == own["entries"]
     assert list(entries_of(own | {"target": {"path": "x"}, "draft": ["ngram"]})) == ["ngram"]
     smollm2 = entries_of(own | {"target": {"path": "smollm2"}})
-    assert list(smollm2) == ["smollm2-eagle3", "ngram", "ngram:suffix"]
+    assert list(smollm2) == ["smollm2-eagle3", "smollm2-mtp", "smollm2-dspark", "ngram", "ngram:suffix"]
     assert smollm2["smollm2-eagle3"] == draft_for("smollm2")
     with pytest.raises(ValueError, match="no drafter is bundled for x: give --draft FOLDER, or --draft ngram"):
         entries_of(own | {"target": {"path": "x"}})

@@ -9,7 +9,7 @@ import secrets
 import sys
 import time
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from importlib.resources import files
@@ -23,11 +23,9 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from fastapi.security import HTTPBearer
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec import __version__
-from specdec.serve.exchange import Exchange, Workers, read_body, unless_stopped
+from specdec.serve.exchange import Exchange, Receive, Send, Workers, read_body, unless_stopped
 from specdec.serve.jobs import Delta
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk
 from specdec.serve.refusal import Refusal
@@ -131,11 +129,11 @@ class Callers:
     It is plain ASGI: `app.middleware` would hand every chunk of a stream on through a queue.
     """
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str]):
+    def __init__(self, app: Callable[..., Awaitable[None]], hosts: Sequence[str], origins: Sequence[str]):
         """hosts, origins: as for `make_app`."""
         self.app, self.hosts, self.origins = app, hosts, origins
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
         """Answer a request, or have the application answer it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
@@ -143,9 +141,9 @@ class Callers:
         request = Request(scope)
         number = request.headers.get("x-request-id") or secrets.token_hex(16)
 
-        async def numbered(message: Message) -> None:
+        async def numbered(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = number
+                message["headers"] = [*message["headers"], (b"x-request-id", number.encode("latin-1"))]
             await send(message)
 
         await (self.refused(request) or self.app)(scope, receive, numbered)

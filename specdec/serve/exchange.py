@@ -14,6 +14,7 @@ from specdec.serve.service import Service
 from specdec.threads import Call, Made
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]  # of ASGI
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 GAVE_UP = "the grammar of this request has become too complex for the library that reads it"
 POLL = 0.2  # seconds
 DONE = "data: [DONE]\n\n"

@@ -89,6 +89,10 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
         (["qqq=3"], "Could not override 'qqq'. specdec train --help lists all"),
         (["objective=nothing"], "Could not find 'objective/nothing'. There is block, eagle, "),
         (["trainer.prompts=/no/such"], "no such prompt file"),
+        (
+            ["drafter=dspark", "drafter.layers=1", "drafter.taps=[3]", "drafter.block_size=2", "drafter.rank=8"],
+            "objective.steps is 3, but this drafter drafts 2 tokens only: give objective=block, or objective.steps=2",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_and_leave_no_empty_folder(where, tmp_path, overrides, message):

@@ -7,7 +7,7 @@ PROMPT := Write a Python function that computes the factorial of a number.
 # Rounds are compiled where there is a C++ compiler: up to a minute the first time.
 COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 SMOLLM2 := --target smollm2 --steps 2
-BUNDLED := --draft demo/mtp --token-map demo/frspec_4096.json --steps 4 $(if $(filter x86_64,$(shell uname -m)),--draft-dtype int8)
+BUNDLED := --draft demo/mtp --token-map demo/frspec_4096.json --steps 4
 
 .PHONY: demo test test-all lint types docs wheels clean
 

@@ -1,6 +1,7 @@
 """Answer OpenAI's clients: docs/serve.md says what they may send."""
 
 import argparse
+import gc
 import os
 import signal
 import socket
@@ -216,4 +217,6 @@ def serve(app, listener: socket.socket, scheduler: "Scheduler", grace: float) ->
                 print(f"{signal.Signals(number).name}: finishing what runs", file=sys.stderr, flush=True)
             self.should_exit = True
 
+    gc.collect()
+    gc.freeze()  # a collection would walk through the objects of all modules, and hold up the engine
     Server(config).run(sockets=[listener])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -70,6 +71,17 @@ def test_a_part_of_the_vocabulary(target, tmp_path):
     )
     with pytest.raises(ValueError, match="no head of a drafter's own: take the layout speculators"):
         dflash_layout.write(copied.meaning, copied.tensors, facts_of(target))
+
+
+@pytest.mark.parametrize("kind", [[], {}, 3, "other"])
+def test_a_conditional_head_of_an_unknown_kind_is_refused(kind, target, tmp_path):
+    config, tensors = dflash_layout.write(*dflash.FAMILY.dismantle(drafter_of("dspark"), target), facts_of(target))
+    config["dflash_config"]["markov_head_type"] = kind
+    write_folder(tmp_path / "it", config, tensors)
+    with pytest.raises(
+        ValueError, match=f"it: markov_head_type must be one of vanilla, .*, got {re.escape(repr(kind))}"
+    ):
+        open_checkpoint(tmp_path / "it")
 
 
 # What is changed in a drafter, and the reason of each server; None: it is exported.

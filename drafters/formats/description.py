@@ -14,14 +14,14 @@ def inspect(path: str | os.PathLike) -> dict:
 
     The weights are looked at for NaN and Inf, one tensor at a time.
     """
-    checkpoint = open_checkpoint(path, headers=True)
+    checkpoint, folder = open_checkpoint(path, headers=True), resolve(path)
     sizes = {name: t.numel() for name, t in checkpoint.tensors.items() if t.is_floating_point()}
     embedding = sizes.get("embed_tokens.weight", 0)
-    rounded = holds_int8(resolve(path))  # then a matrix, which is read as fp32, is int8 in the file
+    rounded = holds_int8(folder)  # then a matrix, which is read as fp32, is int8 in the file
     dtypes = {"int8" if rounded and t.ndim == 2 else dtype_name(t) for t in checkpoint.tensors.values()}
     problems = checkpoint.problems()
     try:
-        read_acceptance(resolve(path))
+        read_acceptance(folder)
     except ValueError as error:
         problems.append(str(error))
     return {

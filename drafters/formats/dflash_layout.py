@@ -21,10 +21,9 @@ from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, write_only
 from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, meaning_of, outputs
 from specdec.drafters.formats.eagle3_layout import check_list
-from specdec.drafters.formats.maps import read_vocab, with_membership
+from specdec.drafters.formats.maps import NO_HEAD, with_head, with_membership
 from specdec.drafters.formats.parts import dtype_name, shape_fields
 from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
-from specdec.drafters.layers import SharedHead
 
 PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
@@ -180,9 +179,8 @@ def write_speculators(meaning: BlockMeaning, tensors: Tensors, target: TargetFac
         raise ValueError("in this layout a window ends before the anchor (train with drafter.window_from=anchor)")
     if meaning.part and not meaning.own_head:
         if target is None:
-            raise ValueError("the checkpoint has no head, and this layout needs one: give --target to copy it")
-        rows = SharedHead(target.part("head"), read_vocab(tensors, meaning.vocab, target.name).ids).weight
-        tensors = tensors | {"lm_head.weight": rows.to(tensors["norm.weight"].dtype)}
+            raise ValueError(NO_HEAD)
+        tensors = with_head(tensors, meaning.vocab, target)
     kind = speculators_kind(meaning)
     config = speculators_fields(kind, ARCHITECTURES[kind], target, how.drafts) | {
         "aux_hidden_state_layer_ids": list(meaning.taps),

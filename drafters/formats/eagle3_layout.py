@@ -18,7 +18,7 @@ from typing import Any
 from specdec.drafters.eagle3 import Eagle3Forward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import PROJECTIONS, Eagle3Meaning, ascending
-from specdec.drafters.formats.maps import with_membership
+from specdec.drafters.formats.maps import NO_HEAD, with_membership
 from specdec.drafters.formats.parts import dtype_name, read_shape, renamed, shape_fields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -109,7 +109,7 @@ def check_list(taps, name: str) -> tuple[int, ...]:
 def write(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """The published layout, as SpecForge and SGLang read it."""
     if not meaning.own_head and meaning.draft_vocab != meaning.vocab:
-        raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
+        raise ValueError(NO_HEAD)
     return _written(*ascending(meaning, tensors), target)
 
 

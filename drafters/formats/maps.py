@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from specdec.cli.reading import parse_json, read_text
-from specdec.drafters.formats.base import Reading, Tensors
+from specdec.drafters.formats.base import Reading, TargetFacts, Tensors
+from specdec.drafters.layers import SharedHead
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import read_pickle
 from specdec.schema import shown
+
+NO_HEAD = "the checkpoint has no head of its own, and this layout needs one: give --target to copy it"
 
 
 def ids_of(d2t: Tensor) -> Tensor:
@@ -62,6 +65,12 @@ def read_vocab(tensors: Tensors, size: int, name: str) -> DraftVocab:
     if fault:
         raise ValueError(f"{name}: {fault}")
     return DraftVocab(size, ids_of(tensors["d2t"]) if "d2t" in tensors else None)
+
+
+def with_head(tensors: Tensors, vocab: int, target: TargetFacts) -> Tensors:
+    """Add a copy of the target's head, the rows of the draft vocabulary, to a drafter for `vocab` target tokens."""
+    rows = SharedHead(target.part("head"), read_vocab(tensors, vocab, target.name).ids).weight
+    return tensors | {"lm_head.weight": rows.to(tensors["fc.weight"].dtype)}
 
 
 def describe_vocab(tensors: Tensors, vocab: int, draft_vocab: int) -> str:

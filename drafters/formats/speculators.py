@@ -16,7 +16,7 @@ import torch
 from specdec.drafters.formats import eagle3, eagle3_layout
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import Eagle3Meaning
-from specdec.drafters.formats.maps import with_membership
+from specdec.drafters.formats.maps import NO_HEAD, with_membership
 from specdec.drafters.formats.parts import dtype_name, renamed, shape_fields
 from specdec.model.names import public_name
 
@@ -104,7 +104,7 @@ def spell(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts | None) 
             "drafter.head_norm=true)"
         )
     if not meaning.own_head:
-        raise ValueError("the checkpoint has no head of its own, and this layout needs one: give --target to copy it")
+        raise ValueError(NO_HEAD)
     if meaning.draft_vocab == meaning.vocab and "d2t" in tensors and not tensors["d2t"].any():
         # vLLM has no place for a map of all tokens to themselves.
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}

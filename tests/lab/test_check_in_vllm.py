@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import check_in_vllm
 
 from specdec.api import DEMO_TARGET, load_drafter, load_target
+from specdec.model.names import bundled_drafts
 
 ARGS = Namespace(max_new_tokens=12, steps=3)
 PROMPTS = [[1, 300, 400, 500], [1, 700, 30, 20]]
 
 
 def test_bundled_drafters_and_variants_are_exported(tmp_path):
-    cases, refused = check_in_vllm.drafter_cases(tmp_path, check_in_vllm.bundled_drafters())
+    cases, refused = check_in_vllm.drafter_cases(tmp_path, sorted(bundled_drafts(None)))
     assert [case.name for case in cases] == ["eagle2", "eagle3"]
     assert set(refused) == {"mtp"}
     variants = check_in_vllm.variant_cases(tmp_path / "variants")

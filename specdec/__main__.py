@@ -12,6 +12,7 @@ import specdec
 from specdec import __version__
 from specdec.cli.commands import COMMANDS, GROUPS, OLD, Command, loading, parse
 from specdec.cli.errors import one_sentence_errors
+from specdec.threads import SERVER_SPIN, limit_spinning
 
 LONGEST = max(name.count(" ") for name in COMMANDS) + 1  # words of a command's name
 CHAT = {"chat": "generate --chat"}  # what is no command, and where it is
@@ -119,6 +120,8 @@ def run(name: str, command: Command, words: list[str]) -> None:
     args = parse(name, words)
     if "dtype" in args:  # the command reads weights
         loading(name, args.target, getattr(args, "draft", None))
+    if name == "serve":
+        limit_spinning(SERVER_SPIN)
     import_module(f"specdec.{command.module}").run(args)
 
 

@@ -14,7 +14,7 @@ from jinja2 import TemplateError
 
 from specdec.cli.reading import check_length, lines_of, open_text, parse_json
 from specdec.model.language_model import LanguageModel
-from specdec.threads import Call, Made
+from specdec.threads import Made, TimeLimit
 from specdec.vocabulary import vocabulary_of
 
 # Roles in OpenAI's messages and in ShareGPT's conversations -> OpenAI's name.
@@ -22,7 +22,7 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
          "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
 SPEAKERS = ("system", "developer", "user", "assistant", "tool")
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-TEMPLATE_SECONDS = 10
+TEMPLATE_SECONDS, LIMIT = 10, TimeLimit()
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messages of a conversation, or token ids
 
 
@@ -61,13 +61,11 @@ def render_chat(
 
 def run_template(render: Callable[..., Made], *given, **how) -> Made:
     """Return `render(...)`, which runs a chat template. Raises jinja2's TemplateError, else ValueError."""
-    call = Call(render, *given, **how)
-    call.join(TEMPLATE_SECONDS)
-    if call.is_alive():
-        call.stop()
-        raise ValueError(f"the target's chat template takes more than {TEMPLATE_SECONDS} s for one conversation")
     try:
-        return call.future.result()
+        return LIMIT.run(TEMPLATE_SECONDS, render, *given, **how)
+    except TimeoutError:
+        what = f"the target's chat template takes more than {TEMPLATE_SECONDS} s for one conversation"
+        raise ValueError(what) from None
     except (TemplateError, ValueError):
         raise
     except RecursionError:

@@ -9,23 +9,25 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
 SPIN = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}  # libgomp: 0.4 to 2 ms; libiomp: 1 ms, its unit
+SERVER_SPIN = SPIN | {"GOMP_SPINCOUNT": "300000"}  # libgomp's own: a server's rounds wait for its event loop
 STAT = "/proc/stat"
 EVERY, SOON = 0.2, 0.05  # seconds between two looks at the load, and before the second one of a decoding
+LOOK = 0.5  # seconds between two looks of `TimeLimit`
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat per second
 
 
-def limit_spinning() -> None:
-    """Shorten the spin of OpenMP workers, before torch loads OpenMP. The user's own settings take precedence."""
+def limit_spinning(spin: Mapping[str, str] = SPIN) -> None:
+    """Set the spin of OpenMP workers, before torch loads OpenMP. The user's own settings take precedence."""
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
-        for name, value in SPIN.items():
-            os.environ.setdefault(name, value)
+        for name, value in spin.items():
+            if os.environ.setdefault(name, value) == SPIN[name]:
+                os.environ[name] = value
 
 
 def full_threads() -> int:
@@ -38,35 +40,74 @@ def full_threads() -> int:
 class Call(threading.Thread, Generic[Made]):
     """A function call in a daemon thread of its own, which has begun. The program may exit while it runs."""
 
-    def __init__(self, function: Callable[..., Made], *args, **how) -> None:
+    def __init__(self, function: Callable[..., Made], *args) -> None:
         """Start the call."""
         super().__init__(daemon=True)
         self.future = Future[Made]()
-        self.future.set_running_or_notify_cancel()  # it cannot be cancelled
-        self.call = lambda: function(*args, **how)
-        self.over = False
+        self.call = lambda: function(*args)
         self.start()
 
     def run(self) -> None:
         """Run the function, and store its result or its error in `future`."""
-        with suppress(SystemExit):  # of a `stop` that comes when the call has just ended
-            try:
-                made = self.call()
-            except BaseException as error:
-                self.over = True
-                self.future.set_exception(error)
-            else:
-                self.over = True
-                self.future.set_result(made)
+        try:
+            self.future.set_result(self.call())
+        except BaseException as error:
+            self.future.set_exception(error)
 
-    def stop(self) -> None:
-        """End the call by an exception in its thread. Python code ends at once, a call of C code first returns."""
-        for _ in range(20):  # a call that catches the exception gets another one
-            if not self.over:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self.ident or 0), ctypes.py_object(SystemExit)
-                )
-                self.join(0.05)
+
+class _TimeIsUp(BaseException):
+    """Raised in a thread from outside. Code that catches every `Exception` lets it pass."""
+
+
+class TimeLimit:
+    """Ends Python code that runs too long, in whatever thread. One thread watches all of it.
+
+    A thread for each piece of code would wait for the interpreter's lock twice, next to a busy engine for milliseconds.
+    """
+
+    def __init__(self) -> None:
+        """Begin without a watching thread, as a forked process also does."""
+        self._begin()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._begin)
+
+    def _begin(self) -> None:
+        self.lock = threading.Lock()
+        self.watch: threading.Thread | None = None
+        self.running: dict[int, float] = {}  # thread -> when its time is up
+
+    def run(self, seconds: float, function: Callable[..., Made], *args, **how) -> Made:
+        """Return `function(*args, **how)`. Raises TimeoutError after `seconds`; a call of C code first returns."""
+        thread = threading.get_ident()
+        try:
+            with self.lock:
+                self.running[thread] = time.monotonic() + seconds
+                if self.watch is None:
+                    self.watch = threading.Thread(target=self._watch, daemon=True)
+                    self.watch.start()
+            return function(*args, **how)
+        except _TimeIsUp:
+            raise TimeoutError from None
+        finally:
+            self._end(thread)
+
+    def _end(self, thread: int) -> None:
+        while True:
+            try:
+                with self.lock:
+                    self.running.pop(thread, None)
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None)  # one not raised yet
+                return
+            except _TimeIsUp:  # it came when the function had just ended
+                pass
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(LOOK)
+            with self.lock:
+                late = [thread for thread, end in self.running.items() if end < time.monotonic()]
+                for thread in late:  # again at the next look, if C code has dropped the exception
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TimeIsUp))
 
 
 class Threads:

@@ -167,7 +167,7 @@ def check_prompt(prompt: list[int], vocab: int, context: int) -> None:
     """Raise ValueError for a prompt that does not fit a target of `vocab` tokens and a context of `context`."""
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
-    if wrong := [token for token in prompt if not isinstance(token, Integral)]:
+    if wrong := [token for token in prompt if type(token) is not int and not isinstance(token, Integral)]:
         raise ValueError(f"a prompt must be token ids here, got {wrong[0]!r:.60}")
     if min(prompt) < 0 or max(prompt) >= vocab:
         raise ValueError(

@@ -10,6 +10,7 @@ import sys
 import time
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from hashlib import sha256
 from importlib.resources import files
@@ -25,7 +26,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from specdec import __version__
-from specdec.serve.exchange import Exchange, Receive, Send, Workers, read_body, unless_stopped
+from specdec.serve.exchange import Exchange, Receive, Send, read_body, unless_stopped
 from specdec.serve.jobs import Delta
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk
 from specdec.serve.refusal import Refusal
@@ -187,7 +188,7 @@ def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
         if api_key and not (scheme.lower() == "bearer" and hmac.compare_digest(sent, api_key.encode())):
             raise Refusal("the API key is missing or wrong", status=401, code="invalid_api_key")
 
-    tokenizing, grammars = Workers(TOKENIZERS), Workers(GRAMMARS)
+    tokenizing, grammars = ThreadPoolExecutor(TOKENIZERS), ThreadPoolExecutor(GRAMMARS)
     describes = HTTPBearer(auto_error=False)  # names the key in /openapi.json; it checks nothing
     guards: dict[str, Any] = {"dependencies": [Depends(describes), Depends(check_key)]}
 
@@ -205,7 +206,8 @@ def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
         body = await body_of(request)
         if not isinstance(body, dict):
             raise Refusal("the body must be a JSON object")
-        return await unless_stopped(service.scheduler, tokenizing.run(function, body))
+        call = asyncio.get_running_loop().run_in_executor(tokenizing, function, body)
+        return await unless_stopped(service.scheduler, call)
 
     @app.get("/v1/models", **guards)
     async def models():

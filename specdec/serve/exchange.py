@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from concurrent.futures import Executor
 from typing import Any
 
 from specdec.cli.reading import parse_json
@@ -11,7 +12,7 @@ from specdec.serve.protocol import Ask, StreamOptions, read
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Service
-from specdec.threads import Call, Made
+from specdec.threads import Made
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]  # of ASGI
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -52,19 +53,6 @@ async def unless_stopped(scheduler: Scheduler, awaited: Awaitable[Made]) -> Made
     return task.result()
 
 
-class Workers:
-    """Calls in threads of their own, at most `most` at a time, while the event loop continues."""
-
-    def __init__(self, most: int):
-        """most: the number of calls that may run at the same time."""
-        self.free = asyncio.Semaphore(most)
-
-    async def run(self, function: Callable[..., Made], *args) -> Made:
-        """Call a function in a thread of its own, once one is free, and return its result."""
-        async with self.free:
-            return await asyncio.wrap_future(Call(function, *args).future)
-
-
 class Exchange:
     """The jobs of a request while they are decoded. All of it happens on the event loop but `Service.prepare`."""
 
@@ -73,11 +61,12 @@ class Exchange:
         self.service, self.ask = service, read(kind, body)
         self.inbox: asyncio.Queue[Delta] = asyncio.Queue()
 
-    async def begin(self, receive: Receive, tokenizing: Workers, grammars: Workers) -> None:
+    async def begin(self, receive: Receive, tokenizing: Executor, grammars: Executor) -> None:
         """Queue the jobs. If `receive` reports that the client disconnected, cancel them."""
+        call = asyncio.get_running_loop().run_in_executor
         formed = self.ask.response_format or self.ask.structured_outputs
-        grammar = await grammars.run(self.service.grammar_of, self.ask) if formed else None
-        self.reply = await tokenizing.run(self.service.prepare, self.ask, grammar, self.inbox.put_nowait)
+        grammar = await call(grammars, self.service.grammar_of, self.ask) if formed else None
+        self.reply = await call(tokenizing, self.service.prepare, self.ask, grammar, self.inbox.put_nowait)
         self.choices = {choice.job: choice for choice in self.reply.choices}
         try:
             self.service.scheduler.submit([*self.choices])

@@ -50,6 +50,7 @@ class Metrics:
         self.registry, self.lock = CollectorRegistry(), threading.RLock()
         self.own = {"model_name": model, "engine": "0"}
         self.families: dict[str, Any] = {}
+        self.series: dict[tuple, Any] = {}  # `labels` of the library takes longer than to count
         for name, (kind, says, *labels) in FAMILIES.items():
             make: Any = kind
             buckets = {"buckets": SECONDS} if kind is Histogram else {}
@@ -63,7 +64,10 @@ class Metrics:
 
     def of(self, name: str, **labels):
         """Return the series of these labels. From now on it is part of every scrape."""
-        return self.families[name].labels(**self.own, **labels)
+        key = name, *labels.values()
+        if key not in self.series:
+            self.series[key] = self.families[name].labels(**self.own, **labels)
+        return self.series[key]
 
     def add(self, name: str, amount: float = 1, **labels) -> None:
         """Add `amount` to a counter."""

@@ -55,18 +55,19 @@ class Choice:
             self.waiting = delta
 
     def take(self, delta: Delta) -> Delta:
-        """Return a delta with its text, and its `finish` as OpenAI calls it."""
+        """Add its text to a delta, write its `finish` as OpenAI does, and return it."""
         # A token's text is what the token makes final: a character of several tokens is the text of the last one.
         parts = [[token] for token in delta.tokens] if self.marked else [delta.tokens] if delta.tokens else []
         texts = [self.stream.feed(part) for part in parts] or [""]
         if delta.finish is not None:
             texts[-1] += self.stream.end()
+            delta.finish = REASONS.get(delta.finish, delta.finish)
         self.count += len(delta.tokens)
-        piece = replace(delta, text="".join(texts), finish=delta.finish and REASONS.get(delta.finish, delta.finish))
+        delta.text = "".join(texts)
         if self.marked:
-            piece.texts, piece.rounds = texts[: len(delta.tokens)], max(self.steps - 1, 0)
-        self.pieces.append(piece)
-        return self.pieces[-1]
+            delta.texts, delta.rounds = texts[: len(delta.tokens)], max(self.steps - 1, 0)
+        self.pieces.append(delta)
+        return delta
 
     def whole(self) -> Delta:
         """All of it, when it has ended."""

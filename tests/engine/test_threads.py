@@ -2,6 +2,9 @@
 
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -19,9 +22,31 @@ def test_spin_is_set_before_torch_and_yields_to_the_user():
             os.environ.update(own)
             specdec.threads.limit_spinning()
             print(os.environ.get("GOMP_SPINCOUNT"), os.environ.get("KMP_BLOCKTIME"))
+            specdec.threads.limit_spinning(specdec.threads.SERVER_SPIN)
+            print(os.environ.get("GOMP_SPINCOUNT"))
         assert "torch" not in sys.modules"""
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.split() == ["30000", "1", "7", "1", "30000", "200", "None", "None"]
+    of_each = [["30000", "1", "300000"], ["7", "1", "7"], ["30000", "200", "300000"], ["None", "None", "None"]]
+    assert out.stdout.split() == [word for words in of_each for word in words]
+
+
+def test_a_time_limit_ends_python_code_in_any_thread():
+    def stubborn():
+        while True:
+            with suppress(Exception):
+                time.sleep(0.01)
+
+    limit = threads.TimeLimit()
+    assert limit.run(9, sum, [1, 2]) == 3
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(limit.run, seconds, stubborn) for seconds in (0.1, 1.1)]
+        with pytest.raises(TimeoutError):
+            limit.run(0.1, stubborn)
+        assert [type(other.exception()) for other in others] == [TimeoutError] * 2
+        assert pool.submit(limit.run, 9, time.sleep, 1.1).result() is None  # in a thread whose time was up before
+    with pytest.raises(ValueError, match="invalid literal"):
+        limit.run(9, int, "wrong")
+    assert not limit.running
 
 
 @pytest.fixture

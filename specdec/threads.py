@@ -18,6 +18,7 @@ SPIN = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}  # libgomp: 0.4 to 2 ms
 SERVER_SPIN = SPIN | {"GOMP_SPINCOUNT": "300000"}  # libgomp's own: a server's rounds wait for its event loop
 STAT = "/proc/stat"
 EVERY, SOON = 0.2, 0.05  # seconds between two looks at the load, and before the second one of a decoding
+BUSY = 0.6  # share of a core that a program must occupy to take it from us; the clients of a server occupy less
 LOOK = 0.5  # seconds between two looks of `TimeLimit`
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat per second
 
@@ -143,7 +144,7 @@ class Threads:
         found = Threads.found if self.looks else min(Threads.found, self._running() - 1)
         self.looks += 1
         most = full_threads()
-        self._set(max(1, min(most, round(len(self.cores) - found))), most)
+        self._set(max(1, min(most, len(self.cores) - int(found + 1 - BUSY))), most)
 
     def occupied(self) -> float:
         """Return how many cores other programs of normal priority have occupied since the last look."""

@@ -22,7 +22,8 @@ ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assi
          "bing": "assistant", "bard": "assistant", "system": "system"}  # fmt: skip
 SPEAKERS = ("system", "developer", "user", "assistant", "tool")
 NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-TEMPLATE_SECONDS, LIMIT = 10, TimeLimit()
+TEMPLATE_SECONDS = 10
+LIMIT = TimeLimit()
 Prompt = str | Sequence[Mapping[str, str]] | Sequence[int]  # a text, the messages of a conversation, or token ids
 
 

@@ -27,7 +27,7 @@ def limit_spinning(spin: Mapping[str, str] = SPIN) -> None:
     """Set the spin of OpenMP workers, before torch loads OpenMP. The user's own settings take precedence."""
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
         for name, value in spin.items():
-            if os.environ.setdefault(name, value) == SPIN[name]:
+            if os.environ.get(name, SPIN[name]) == SPIN[name]:  # unset, or set by an earlier call
                 os.environ[name] = value
 
 

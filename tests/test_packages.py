@@ -16,13 +16,8 @@ UNIMPORTED = ("test", "docs")  # programs and their plugins
 OPTIONAL = [requirement for extra, those in EXTRAS.items() if extra not in UNIMPORTED for requirement in those]
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "fonttools": "fontTools"}  # where the name is not the module's
 PLUGIN = {"vllm"}  # imports training/vllm_side/hidden_state_files.py itself
-LOADED = {
-    *LAUNCHERS.values(),
-    "torchao",
-    "tensorboard",
-    "httptools",
-    "uvloop",
-}  # by Hydra, transformers, torch, uvicorn
+# Loaded by Hydra, transformers, torch and uvicorn.
+LOADED = {*LAUNCHERS.values(), "torchao", "tensorboard", "httptools", "uvloop"}
 TOOLS = {"pytest-xdist", "ruff", "mypy"}  # that `make test` and `make types` call without an import
 
 

@@ -50,7 +50,7 @@ class Metrics:
         self.registry, self.lock = CollectorRegistry(), threading.RLock()
         self.own = {"model_name": model, "engine": "0"}
         self.families: dict[str, Any] = {}
-        self.series: dict[tuple, Any] = {}  # `labels` of the library takes longer than to count
+        self.series: dict[tuple, Any] = {}  # the library takes longer to find a series than to count
         for name, (kind, says, *labels) in FAMILIES.items():
             make: Any = kind
             buckets = {"buckets": SECONDS} if kind is Histogram else {}

@@ -15,18 +15,17 @@ from safetensors.torch import load_file, save_file
 from scipy import stats
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from specdec import Engine, Sampling
 from specdec import __main__ as entry
 from specdec.drafters import dflash, eagle, eagle3, medusa, mtp, ngram, pard, peagle
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.vocab import DraftVocab
-from specdec.engine.engine import Engine
 from specdec.engine.report import RoundReport
 from specdec.engine.sequence import Sequence
 from specdec.model.archs import ModelConfig
 from specdec.model.rope import Rope
 from specdec.model.target import Target
 from specdec.sampling.filters import filtered_probs
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
 from specdec.verify import SampleAndMatch
 

@@ -8,8 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from specdec.engine.engine import Engine
-from specdec.structs import Sampling
+from specdec import Engine, Sampling
 
 
 class SmallServer(ThreadingHTTPServer):

@@ -8,12 +8,9 @@ import torch
 from helpers import save_hf, tiny_target
 from safetensors.torch import load_file, save_file
 
+from specdec import Engine, Sampling, load_drafter, load_target
 from specdec.drafters import draft_model
 from specdec.drafters.draft_model import DraftModel
-from specdec.drafters.formats import load_drafter
-from specdec.engine.engine import Engine
-from specdec.model.loader import load_target
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, StaticTree
 
 NONE = frozenset()

@@ -16,10 +16,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     Qwen3NextRotaryEmbedding,
 )
 
+from specdec import Engine, load_target
 from specdec.drafters import mtp
 from specdec.drafters.formats import load_drafter, mtp_inside
-from specdec.engine.engine import Engine
-from specdec.model.loader import load_target
 from specdec.model.rope import Rope
 from specdec.trees import Chain, DynamicTree
 

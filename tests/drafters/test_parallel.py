@@ -6,10 +6,9 @@ from golden_blocks import GOLDEN, absorb, drafted, golden_drafter
 from helpers import PARALLEL, assert_close_in_fp32, save_hf, tiny_parallel, tiny_target
 from safetensors.torch import load_file
 
+from specdec import Engine, load_target
 from specdec.drafters import dflash, pard, peagle, unroll_block
 from specdec.drafters.vocab import DraftVocab
-from specdec.engine.engine import Engine
-from specdec.model.loader import load_target
 from specdec.trees import BlockTree, Chain
 
 

@@ -13,18 +13,17 @@ from helpers import DRAFTERS, MORE_BLOCKS, PARALLEL, random_model, tiny_block, t
 from policies import Depths, Restless
 from tape import Tape
 
+from specdec import Engine, Sampling
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.layers import restrict
 from specdec.engine.adaptive import Fixed, Policy
 from specdec.engine.compatibility import most_steps, over_block
-from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
 from specdec.model.archs import ModelConfig
 from specdec.model.layers import round_weights
 from specdec.model.rope import Rope
 from specdec.model.target import Target
-from specdec.structs import Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from specdec.trees.block import most_nodes
 from specdec.tuning.costs import Costs, Point

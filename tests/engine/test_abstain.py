@@ -6,14 +6,12 @@ import torch
 from helpers import DRAFTERS, pvalue_of_tokens_2_and_3, tiny_block, tiny_drafter, tiny_target
 from policies import Restless
 
+from specdec import Engine, Recorder, Sampling
 from specdec.drafters.draft_model import DraftModel
 from specdec.engine.controller import NEVER
-from specdec.engine.engine import Engine
-from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.lab.traces import metrics
 from specdec.lab.wrapped import WrappedDrafter
-from specdec.structs import Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from specdec.tuning.engines import Workload, adaptive_engine
 from specdec.verify import BlockVerification, MultiRoundRejection

@@ -8,10 +8,9 @@ import torch
 from helpers import finish, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from tape import Tape
 
+from specdec import Engine, load_target
 from specdec.api import DEMO_TARGET, generate
 from specdec.drafters.draft_model import DraftModel
-from specdec.engine.engine import Engine
-from specdec.model.loader import load_target
 from specdec.ops.likely import top_logprobs
 from specdec.sampling.filters import filtered_probs, sample
 from specdec.sampling.noise import Noise, hashes_of

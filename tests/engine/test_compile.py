@@ -11,17 +11,16 @@ from tape import Interpreted, Tape
 from test_graphs import SHORT, parts
 from test_overlap import SAMPLED
 
+from specdec import Engine, Sampling
 from specdec.cli.commands import parse
 from specdec.drafters import ngram
 from specdec.engine import graphs
 from specdec.engine.compiled import build
 from specdec.engine.compiled.backend import compiled_run
-from specdec.engine.engine import Engine
 from specdec.model.target import Target
 from specdec.ops import linear as cpu_linear
 from specdec.ops import native
 from specdec.ops.likely import LOOPS
-from specdec.structs import Sampling
 from specdec.trees import Chain
 
 try:

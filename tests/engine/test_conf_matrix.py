@@ -11,10 +11,9 @@ from helpers import joint_of_tokens_2_and_3, pvalue_against, save_hf, tiny_targe
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+from specdec import Engine, Sampling
 from specdec.drafters.vocab import DraftVocab
-from specdec.engine.engine import Engine
 from specdec.lab.proof.laws import significance
-from specdec.structs import Sampling
 from specdec.verify import TwoThresholds
 
 CONF = Path(__file__).parents[2] / "conf"

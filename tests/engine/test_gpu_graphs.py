@@ -11,14 +11,12 @@ from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
 from test_graphs import POLICIES as TREES
 from test_overlap import SAMPLED, assert_same, outcome
 
-from specdec import ops
+from specdec import Engine, Sampling, ops
 from specdec.engine import batch, loop
 from specdec.engine.batch import Batch
-from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, free_bytes, has_fused_attention, plan, unused_bytes
 from specdec.engine.report import Clock
 from specdec.engine.sequence import Sequence
-from specdec.structs import Sampling
 from specdec.trees import DynamicTree, SampledTree
 from specdec.verify import VERIFIERS, make_verifier
 

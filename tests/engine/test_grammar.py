@@ -10,15 +10,10 @@ pytest.importorskip("llguidance")
 from policies import Restless
 from tape import Tape
 
-from specdec.api import DEMO_TARGET
-from specdec.drafters.formats import load_drafter
-from specdec.engine.engine import Engine
-from specdec.model.loader import load_target
+from specdec import DEMO_TARGET, Engine, Sampling, load_drafter, load_target, make_verifier
 from specdec.sampling.json_grammar import Grammars
-from specdec.structs import Sampling
 from specdec.text import encode_prompt
 from specdec.trees import Chain, DynamicTree, SampledTree
-from specdec.verify import make_verifier
 
 PERSON = {
     "type": "object",

@@ -15,22 +15,19 @@ from tape import Interpreted, Tape
 from test_overlap import SAMPLED, assert_same, outcome
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from specdec import ops
+from specdec import Engine, Recorder, Sampling, ops
 from specdec.cli import session
 from specdec.cli.commands import parse
 from specdec.contracts import Drafter
 from specdec.drafters import ngram
 from specdec.engine import batch as batches
 from specdec.engine import executor, graphs
-from specdec.engine.engine import Engine
-from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.model import rope
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.layers import RMSNorm
 from specdec.model.target import Target
 from specdec.ops.rms_norm import reference
-from specdec.structs import Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
 from specdec.verify import VERIFIERS, make_verifier
 

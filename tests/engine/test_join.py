@@ -12,13 +12,11 @@ from hybrids import HYBRIDS, hybrid_target
 from policies import Depths, Restless
 from tape import Interpreted, Tape, live_bytes
 
+from specdec import Engine, Recorder, Sampling
 from specdec.engine.adaptive import Fixed
-from specdec.engine.engine import Engine
 from specdec.engine.prefill import LEAST, Prefixes, Reading
-from specdec.engine.recorder import Recorder
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]

@@ -11,16 +11,15 @@ from tape import Tape, tensors
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec import Engine, Sampling
 from specdec.drafters.ngram import NGram
 from specdec.engine import engine as engines
 from specdec.engine import memory
-from specdec.engine.engine import Engine
 from specdec.engine.memory import GIB, SMALL, Plan, Request, check, free_bytes, plan
 from specdec.engine.round import Round
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
 from specdec.ops import attention
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import make_verifier, sample_and_match
 

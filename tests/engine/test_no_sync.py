@@ -8,11 +8,10 @@ from helpers import DRAFTERS, tiny_drafter, tiny_target
 from tape import NoHostSync
 from test_graphs import POLICIES
 
+from specdec import Engine, Sampling
 from specdec.engine.batch import Batch
-from specdec.engine.engine import Engine
 from specdec.engine.report import Clock
 from specdec.engine.sequence import Sequence
-from specdec.structs import Sampling
 from specdec.trees import SampledTree
 from specdec.verify import VERIFIERS
 

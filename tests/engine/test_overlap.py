@@ -8,17 +8,15 @@ from helpers import DRAFTERS, save_hf, tiny_drafter, tiny_target
 from tape import Tape
 from test_batches import HEAVY, TREES, After, ragged
 
+from specdec import Engine, Recorder, Sampling
 from specdec.cli.screen import Screen
 from specdec.drafters import eagle3
 from specdec.engine import batch as batches
 from specdec.engine import executor
-from specdec.engine.engine import Engine
 from specdec.engine.loop import Loop
-from specdec.engine.recorder import Recorder
 from specdec.engine.report import Emission, Observer, Observers, Reads, RoundReport, SilentClock
 from specdec.engine.sequence import Sequence
 from specdec.model.hf_target import TransformersTarget
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree
 from specdec.verify import VERIFIERS, make_verifier
 

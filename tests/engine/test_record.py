@@ -8,15 +8,14 @@ import pytest
 import torch
 from helpers import main_of, tiny_drafter, tiny_target
 
+from specdec import Engine, Sampling
 from specdec.engine import recorder as record
 from specdec.engine import report as reports_
 from specdec.engine import trace_files
-from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, Trace
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.lab.traces import metrics
 from specdec.sampling.filters import filtered_probs
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree
 
 PROMPTS = [[3, 5, 7, 9], [1], [8, 2, 6]]

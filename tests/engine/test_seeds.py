@@ -9,11 +9,9 @@ from helpers import come_and_go, tiny_drafter, tiny_target
 from hydra.utils import instantiate
 from test_conf_matrix import DRAFTED, NAMES, fresh_drafter, load
 
-from specdec import children
+from specdec import Engine, Sampling, children
 from specdec.drafters.draft_model import DraftModel
-from specdec.engine.engine import Engine
 from specdec.sampling.noise import Noise, RoundNoise
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
 
 PROMPTS = [[3, 5, 7], [1], [2, 4, 6, 8, 10, 9, 7, 6, 1], [9, 9], [5], [8, 1, 8, 1, 8], [0, 2], [10, 3, 4, 4]]

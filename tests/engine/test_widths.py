@@ -8,12 +8,11 @@ from helpers import DRAFTERS, MIXED, come_and_go, finish, job, tiny_drafter, tin
 from policies import Depths
 from tape import Interpreted, Tape
 
+from specdec import Engine, Sampling
 from specdec.api import generate
 from specdec.engine.adaptive import Fixed, Outcome
-from specdec.engine.engine import Engine
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.report import Reads
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
 from specdec.tuning import engines
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point

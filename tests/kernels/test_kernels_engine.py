@@ -11,9 +11,8 @@ from helpers import DRAFTERS, tiny_target
 from kernel_cases import on_devices
 from test_conf_matrix import NAMES, fresh_drafter
 
-from specdec import ops
+from specdec import Engine, ops
 from specdec.drafters.ngram import NGram
-from specdec.engine.engine import Engine
 from specdec.engine.recorder import Recorder, TracedTree
 from specdec.model.target import Target
 from specdec.ops import kernel_for, native

@@ -4,12 +4,10 @@ import pytest
 import torch
 from helpers import save_hf, tiny_drafter, tiny_target
 
+from specdec import Engine, Recorder, load_target
 from specdec.drafters import eagle3
-from specdec.engine.engine import Engine
-from specdec.engine.recorder import Recorder
 from specdec.engine.trace_files import read_trace, write_trace
 from specdec.lab.traces.metrics import experts_per_verification
-from specdec.model.loader import load_target
 from specdec.trees import Chain, DynamicTree
 
 PROMPTS = [[3, 5, 7, 9], [1]]

@@ -8,10 +8,9 @@ from helpers import edit_config, edit_tensors, save_hf
 from transformers import GPT2LMHeadModel
 
 import specdec
+from specdec import Engine, load_target
 from specdec.drafters import eagle3
-from specdec.engine.engine import Engine
 from specdec.model.hf_target import TransformersTarget
-from specdec.model.loader import load_target
 from specdec.trees import DynamicTree
 
 MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}

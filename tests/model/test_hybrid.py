@@ -7,14 +7,13 @@ import torch
 from helpers import tiny_target
 from hybrids import HYBRIDS, hybrid_target
 
+from specdec import Engine, Sampling
 from specdec.acceptance import Acceptance, AlongTexts
 from specdec.drafters import mtp, ngram
 from specdec.drafters.draft_model import DraftModel
-from specdec.engine.engine import Engine
 from specdec.engine.memory import Request, plan
 from specdec.engine.round import Round
 from specdec.model.recurrent import BUDGET
-from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree
 from specdec.tuning import choose
 from specdec.verify import sample_and_match

@@ -11,10 +11,9 @@ from helpers import save_hf
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from specdec import Engine, load_target
 from specdec.api import generate
-from specdec.engine.engine import Engine
 from specdec.model.checkpoint import check_device, read_pickle
-from specdec.model.loader import load_target
 from specdec.model.weight_files import weight_files
 
 PROMPT = [5, 9, 30, 7]

@@ -17,12 +17,11 @@ import httpx2
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
-from specdec.engine.engine import Engine
+from specdec import Engine, Sampling
 from specdec.model.target import Target
 from specdec.serve.app import make_app, running
 from specdec.serve.scheduler import Scheduler
 from specdec.serve.service import Service
-from specdec.structs import Sampling
 from specdec.text import StopStrings, decode_row, encode_chat
 from specdec.trees import DynamicTree
 

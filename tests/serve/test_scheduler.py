@@ -13,12 +13,11 @@ import pytest
 from helpers import tiny_drafter, tiny_target
 from tape import Tape
 
+from specdec import Engine, Sampling
 from specdec.engine.adaptive import Fixed
-from specdec.engine.engine import Engine
 from specdec.serve.jobs import Delta, Job
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler
-from specdec.structs import Sampling
 from specdec.trees import DynamicTree
 
 EOS = frozenset({4})

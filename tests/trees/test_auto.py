@@ -6,16 +6,14 @@ from dataclasses import replace
 import pytest
 from helpers import DRAFTERS, main_of, tiny_target
 
+from specdec import Engine, load_target, parse_tree
 from specdec.acceptance import FILE, Acceptance, AlongTexts, read_acceptance
 from specdec.contracts import Drafter
 from specdec.drafters.formats import load_drafter, save_drafter
-from specdec.engine.engine import Engine
 from specdec.engine.traces import tau
-from specdec.model.loader import load_target
 from specdec.recording import Text
 from specdec.trees import Chain, StaticTree, Tree
 from specdec.trees.record import record
-from specdec.trees.spec import parse_tree
 from specdec.tuning import choose as auto
 from specdec.tuning import timing
 from specdec.tuning.choose import Candidate, Choice, candidates, choose, choose_tree

@@ -179,14 +179,22 @@ def tiny_target(vocab: int = 17, layers: int = 3, seed: int = 0, context: int = 
     return random_model(config)
 
 
-def random_model(config: ModelConfig) -> Target:
+def random_model(config: ModelConfig, std: float = 0.25) -> Target:
     """A target whose matrices are random."""
     target = Target(config).eval()
     with torch.no_grad():
         for parameter in target.parameters():
             if parameter.ndim == 2:
-                parameter.normal_(std=0.25)
+                parameter.normal_(std=std)
     return target
+
+
+@torch.no_grad()
+def randomised(drafter):
+    """Add noise to all parameters, biases and norms included, so that none is forgotten."""
+    for parameter in drafter.parameters():
+        parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
+    return drafter
 
 
 # Every drafter that learns, with the settings under which its forward differs: name -> its `create`.
@@ -246,11 +254,7 @@ def tiny_block(target: Target, seed: int = 1, **switches):
     torch.manual_seed(seed)
     vocab = DraftVocab(target.config.vocab, (torch.arange(8) * 2 % target.config.vocab).sort().values)
     how = {"layers": 2, "taps": 2, "block_size": 6, "rank": 4} | switches
-    drafter = dflash.create(target, vocab=vocab, **how).eval()
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
-    return drafter
+    return randomised(dflash.create(target, vocab=vocab, **how).eval())
 
 
 # Drafters of blocks of mask rows, in the same way.
@@ -266,11 +270,7 @@ def tiny_parallel(target: Target, kind: str, seed: int = 1):
     """A random drafter of five mask rows for a tiny target; P-EAGLE leaves tokens out."""
     torch.manual_seed(seed)
     ids = (torch.arange(8) * 2 % target.config.vocab).sort().values if kind.startswith("peagle") else None
-    drafter = PARALLEL[kind](target, vocab=DraftVocab(target.config.vocab, ids), block_size=6).eval()
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.1))
-    return drafter
+    return randomised(PARALLEL[kind](target, vocab=DraftVocab(target.config.vocab, ids), block_size=6).eval())
 
 
 # Every way to draft, on a tiny target: name -> a function of the target.
@@ -324,25 +324,36 @@ def assert_tree_matches(model, target) -> None:
         torch.testing.assert_close(logits[b, 0], model(sequence[None]).logits[0, -1], rtol=0, atol=1e-4)
 
 
-def assert_same_greedy_text(model, target, new: int = 30) -> None:
-    """Plain, speculative and transformers' `generate`, one row and three of different lengths: the same tokens."""
-    prompts = [[3, 5, 7, 9], [1], [(7 * i) % 99 for i in range(23)]]
-    expected = []
+def texts_of(engine: Engine, prompts: list[list[int]], **how) -> list[list[int]]:
+    """Return the tokens of each row."""
+    return [row.tokens for row in engine.generate(prompts, **how).rows]
+
+
+def texts_of_transformers(model, prompts: list[list[int]], new: int, penalty: float = 1.0) -> list[list[int]]:
+    """Return the greedy text of each prompt alone by the model's own `generate`."""
+    how = {"do_sample": False, "max_new_tokens": new, "eos_token_id": -1, "pad_token_id": 0}
+    texts = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        how = {"do_sample": False, "max_new_tokens": new, "eos_token_id": -1, "pad_token_id": 0}
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **how)
-        expected.append(out[0, len(prompt) :].tolist())
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=penalty, **how)
+        texts.append(out[0, len(prompt) :].tolist())
+    return texts
+
+
+def assert_same_greedy_text(model, target, new: int = 30, penalty: float = 1.0) -> list[list[int]]:
+    """Plain, speculative and transformers' `generate`, one row and three of different lengths: the same tokens, which
+    are returned."""
+    prompts = [[3, 5, 7, 9], [1], [(7 * i) % 99 for i in range(23)]]
+    expected, accepted = texts_of_transformers(model, prompts, new, penalty), 0
+    how = {"max_new_tokens": new, "eos": frozenset(), "sampling": Sampling(repetition_penalty=penalty)}
     drafter = eagle3.create(target).eval()
-    engines = [Engine(target), Engine(target, drafter, DynamicTree(3, 3, 9)), Engine(target, drafter, Chain(3))]
-    accepted = 0
-    for engine in engines:
-        alone = [engine.generate([p], max_new_tokens=new, eos=frozenset()).rows[0] for p in prompts]
-        together = engine.generate(prompts, max_new_tokens=new, eos=frozenset()).rows
-        assert [row.tokens for row in alone] == expected
-        assert [row.tokens for row in together] == expected
+    for engine in (Engine(target), Engine(target, drafter, DynamicTree(3, 3, 9)), Engine(target, drafter, Chain(3))):
+        alone = [engine.generate([prompt], **how).rows[0] for prompt in prompts]
+        together = engine.generate(prompts, **how).rows
+        assert [row.tokens for row in alone] == [row.tokens for row in together] == expected
         accepted += sum(sum(row.trace.accepted) for row in (*alone, *together))
     assert accepted > 0, "nothing was accepted: the test shows nothing"
+    return expected
 
 
 def penalised(logits, prompt: list[int], outputs, sampling: Sampling):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import finish, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
+from helpers import assert_same_greedy_text, finish, pvalue_of_tokens_2_and_3, save_hf, tiny_drafter, tiny_target
 from tape import Tape
 
 from specdec import Engine, load_target
@@ -86,22 +86,9 @@ def test_each_row_needs_its_own():
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])  # a native target, and one through the adapter
 def test_greedy_text_under_a_repetition_penalty_is_that_of_transformers(family, tmp_path):
     model = save_hf(tmp_path, family, head=8.0)
-    target, prompts = load_target(tmp_path, tokenizer=False), [[3, 5, 7, 9], [1], [(7 * i) % 99 for i in range(23)]]
-    texts = {}
-    for penalty in (1.0, 1.25):
-        expected = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt])
-            how = {"do_sample": False, "max_new_tokens": 40, "eos_token_id": -1, "pad_token_id": 0}
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), repetition_penalty=penalty, **how)
-            expected.append(out[0, len(prompt) :].tolist())
-        sampling = Sampling(repetition_penalty=penalty)
-        for engine in (Engine(target), Engine(target, DraftModel(target), DynamicTree(3, 3, 9))):
-            rows = engine.generate(prompts, max_new_tokens=40, eos=frozenset(), sampling=sampling).rows
-            assert [row.tokens for row in rows] == expected
-        assert sum(sum(row.trace.accepted) for row in rows) > 0, "nothing was accepted: the test shows nothing"
-        texts[penalty] = expected
-    assert texts[1.0] != texts[1.25]
+    target = load_target(tmp_path, tokenizer=False)
+    texts = [assert_same_greedy_text(model, target, new=40, penalty=penalty) for penalty in (1.0, 1.25)]
+    assert texts[0] != texts[1]
 
 
 # Stop strings

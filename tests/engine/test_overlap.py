@@ -79,18 +79,11 @@ def test_reading_late_changes_nothing(drafter, verifier, sampling):
 def test_a_target_of_transformers_with_settings_of_each_row(tmp_path):
     """Only the host knows stops. The device continues a row that a stop ends."""
 
-    class Third:
-        count = 0
-
-        def add(self, token: int) -> bool:
-            self.count += 1
-            return self.count == 3
-
     target = TransformersTarget(save_hf(tmp_path, "gpt_neox"))
     samplings = [Sampling(repetition_penalty=1.3), SAMPLED, Sampling(0.7, frequency_penalty=0.5)]
     how = {"max_new_tokens": 12, "sampling": samplings, "logprobs": True, "eos": frozenset()}
     for parts in ((), (eagle3.create(target).eval(), DynamicTree(3, 3, 9))):
-        results = [outcome(Engine(target, *parts, overlap=late), stop=[None, Third(), None], **how) for late in (0, 1)]
+        results = [outcome(Engine(target, *parts, overlap=late), stop=[None, After(3), None], **how) for late in (0, 1)]
         assert_same(results[1], results[0])
         assert [row[1] for row in results[0][0]] == ["length", "stop", "length"]
 

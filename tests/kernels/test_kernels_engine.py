@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_target
+from helpers import DRAFTERS, random_model, tiny_target
 from kernel_cases import on_devices
 from test_conf_matrix import NAMES, fresh_drafter
 
@@ -59,12 +59,7 @@ def windowed_target() -> Target:
     """A layer that slides and one that does not, random such that every drafter of conf/ has something accepted."""
     config = replace(tiny_target(vocab=11).config, layers=2, heads=2, kv_heads=1, sliding=(True, False), window=5)
     torch.manual_seed(143)
-    target = Target(config).eval()
-    with torch.no_grad():
-        for parameter in target.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(std=0.5)
-    return target
+    return random_model(config, std=0.5)
 
 
 def nodes_of(tree: TracedTree | None) -> tuple | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from helpers import SMALL, save_hf
-from test_archs import GEMMA3_TEXT, LLAMA3_ROPE
+from test_archs import GEMMA3_TEXT, LLAMA3_ROPE, MIXED, OLDER_LLAMA3
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -19,13 +19,12 @@ IDS = torch.arange(40)[None]  # more than every window here
 # What transformers does not take, and what means the same as if it were left out: the logits have no part in it, or
 # (head_dim of Qwen2) older versions took it so.
 HARMLESS = {("pad_token_id", "True"), ("pad_token_id", "0.5"), ("return_dict", "False"), ("head_dim", "None")}
-WINDOWED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 # A small model of each native family, in which as much as possible is not what the family takes by default.
 FAMILIES = {
     "llama": {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
     "mistral": {"sliding_window": 8, "head_dim": 16},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **WINDOWED},
-    "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **WINDOWED},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, **MIXED},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 1, "head_dim": 16, **MIXED},
     "gemma3_text": GEMMA3_TEXT,
 }
 ROPES = [
@@ -46,7 +45,7 @@ VALUES = {
         {"type": "linear", "factor": 2.0},
         {"rope_type": "dynamic", "factor": 2.0},
         {"type": "yarn", "factor": 4.0},
-        {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"},
+        OLDER_LLAMA3,
     ],
     "rope_theta": [50.0],
     "rope_local_base_freq": [50.0],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import edit_config, save_hf
-from hybrids import LINEAR, MLA, MOE, SMALL_MOE
+from hybrids import LINEAR, MOE, SMALL_DEEPSEEK, SMALL_MOE
 from test_wrapped_targets import wrap
 
 from specdec.model.ends import load_ends
@@ -14,7 +14,7 @@ FAMILIES = {
     "qwen3_moe": SMALL_MOE | {"head_dim": 16},
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
-    "deepseek_v3": MLA | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 6},
+    "deepseek_v3": SMALL_DEEPSEEK,
     "glm4_moe": SMALL_MOE | {"n_routed_experts": 4, "head_dim": 16},
     "qwen3_next": LINEAR | MOE,
     "qwen3_5_text": LINEAR,

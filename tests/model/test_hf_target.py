@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from helpers import edit_config, edit_tensors, save_hf
+from test_archs import MIXED
 from transformers import GPT2LMHeadModel
 
 import specdec
@@ -13,7 +14,6 @@ from specdec.drafters import eagle3
 from specdec.model.hf_target import TransformersTarget
 from specdec.trees import DynamicTree
 
-MIXED = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from helpers import tiny_target
+from helpers import come_and_go, job, texts_of_transformers, tiny_target
 from hybrids import HYBRIDS, hybrid_target
 
-from specdec import Engine, Sampling
+from specdec import Engine
 from specdec.acceptance import Acceptance, AlongTexts
 from specdec.drafters import mtp, ngram
 from specdec.drafters.draft_model import DraftModel
@@ -36,8 +36,8 @@ def plain(target) -> list[list[int]]:
     return [decode(Engine(target), [prompt])[0].tokens for prompt in PROMPTS]
 
 
-def decode(engine: Engine, prompts, **how):
-    return engine.generate(prompts, max_new_tokens=NEW, eos=frozenset(), **how).rows
+def decode(engine: Engine, prompts):
+    return engine.generate(prompts, max_new_tokens=NEW, eos=frozenset()).rows
 
 
 def hybrid_draft_model(target) -> DraftModel:
@@ -73,33 +73,19 @@ def test_chains_give_plain_text_alone_and_together(name, target, plain):
     assert min(accepted, refused) > 0, "the test shows nothing"
 
 
-def test_sampled_text_is_plain_text_of_the_same_seed(target):
-    how = {"sampling": Sampling(0.3), "seed": 5}
-    together = decode(Engine(target, ngram.create(target), Chain(3)), PROMPTS, **how)
-    assert [row.tokens for row in together] == [row.tokens for row in decode(Engine(target), PROMPTS, **how)]
-
-
 @pytest.mark.parametrize("family", [family for family in HYBRIDS if family != "qwen3_next"])
 def test_other_families(family, tmp_path):
     """Mamba among them, and layers with both a state and keys; plain text is that of transformers."""
     target = hybrid_target(tmp_path, family, vocab_size=VOCAB)
-    expected = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        how = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0}
-        expected.append(target.model.generate(ids, attention_mask=torch.ones_like(ids), **how)[0, len(prompt) :])
-    engine = Engine(target, ngram.create(target), Chain(4))
-    for rows in (decode(Engine(target), PROMPTS), decode(engine, PROMPTS)):
-        assert [row.tokens for row in rows] == [text.tolist() for text in expected]
+    expected = texts_of_transformers(target.model, PROMPTS, NEW)
+    for engine in (Engine(target), Engine(target, ngram.create(target), Chain(4))):
+        assert [row.tokens for row in decode(engine, PROMPTS)] == expected
 
 
-def test_rows_join_late_and_leave_early(target, plain):
-    engine = Engine(target, ngram.create(target), Chain(3))
-    engine.reserve(2, 64)
-    rows = [engine.add(p, max_new_tokens=n, eos=frozenset()) for p, n in zip(PROMPTS, (NEW, 5, 9), strict=True)]
-    while engine.step() is not None:
-        pass
-    assert [row.tokens for row in rows] == [text[:n] for text, n in zip(plain, (NEW, 5, 9), strict=True)]
+def test_rows_join_late_and_leave_early(target):
+    """Greedy and sampled rows have the text that each has alone."""
+    jobs = [job(i, prompt=PROMPTS[i % 3], eos=frozenset()) for i in range(6)]
+    come_and_go(Engine(target, ngram.create(target), Chain(3)), jobs, rows=3)
 
 
 def test_trees_are_refused_by_name(target):

@@ -15,6 +15,7 @@ from tape import Tape
 
 from specdec import Engine, Sampling
 from specdec.engine.adaptive import Fixed
+from specdec.engine.report import RoundReport
 from specdec.serve.jobs import Delta, Job
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler
@@ -127,6 +128,18 @@ def idle(scheduler) -> bool:
     return not scheduler.queue and not scheduler.running
 
 
+def watch(engine: Engine, note: Callable[[RoundReport], object]) -> None:
+    """Let `note` see the report of each step."""
+    step = engine.step
+
+    def watched():
+        if (report := step()) is not None:
+            note(report)
+        return report
+
+    engine.step = watched
+
+
 @cache
 def expected(number: int) -> tuple[list[int], str]:
     return alone(tiny_target(), mixed(number).job)
@@ -206,16 +219,8 @@ def check_books(scheduler, jobs: list[Heard], drafted: bool) -> None:
 def test_first_come_first_served_within_the_budget_of_a_prefill():
     """Prefills are of at most 20 tokens, padding counted. Who runs has a round between two, also between the parts of a
     longer prompt, of which all but the last report nobody."""
-    engine = tiny_engine()
-    steps, step = [], engine.step
-
-    def watched():
-        report = step()
-        if report is not None:
-            steps.append((report.prefill, [row.prompt for row in report.rows]))
-        return report
-
-    engine.step = watched
+    engine, steps = tiny_engine(), []
+    watch(engine, lambda report: steps.append((report.prefill, [row.prompt for row in report.rows])))
     lengths = [5, 5, 9, 3, 30, 2, 2, 2, 2, 2, 2, 2]
     jobs = [Heard(prompt=[1 + i] * n, max_new_tokens=6, eos=frozenset()) for i, n in enumerate(lengths)]
     with serving(engine, started=False, prefill_chunk=20) as scheduler:
@@ -256,25 +261,17 @@ def test_a_request_of_many_choices_does_not_hold_up_others(rows):
 
 
 def test_a_policy_gets_the_time_of_rounds_but_not_prefills_and_not_waiting():
-    policy, seconds, rounds, busy = Fixed(2), [], 0, 0.0
+    policy, seconds, prefills, busy = Fixed(2), [], [], 0.0
     policy.took = seconds.append
     engine = tiny_engine(adaptive=policy)
-    step = engine.step
-
-    def watched():
-        nonlocal rounds
-        report = step()
-        rounds += report is not None and not report.prefill
-        return report
-
-    engine.step = watched
+    watch(engine, lambda report: prefills.append(report.prefill))
     with serving(engine) as scheduler:
         for wait in (0.0, 1.5):
             time.sleep(wait)
             start = time.perf_counter()
             decode(scheduler, Heard(prompt=[1, 2, 3], max_new_tokens=8, eos=frozenset()))
             busy += time.perf_counter() - start
-    assert len(seconds) == rounds > 2
+    assert len(seconds) == prefills.count(False) > 2
     assert 0 < sum(seconds) < busy + 0.5
 
 

@@ -400,12 +400,15 @@ def pvalue_against(joint: torch.Tensor, result) -> float:
     return pvalue_of_counts(seen.flatten(), joint.double().flatten() * len(result.rows))
 
 
-def pvalue_of_counts(seen: torch.Tensor, expected: torch.Tensor) -> float:
-    """Chi-square of counts against the counts expected, rare cells together."""
+def pvalue_of_counts(seen: torch.Tensor, expected: torch.Tensor, least: float = 5.0) -> float:
+    """Chi-square of counts against the counts expected. Cells with an expected count below `least` are counted
+    together, as the chi-square approximation needs."""
     assert seen[expected == 0].sum() == 0, "what never happens happened, such as a token that the filters exclude"
-    observed, expected = merge_rare_cells(seen, expected)
-    assert len(observed) > 3
-    return stats.chisquare(observed, expected * observed.sum() / expected.sum()).pvalue
+    rare = expected < least
+    together = [] if expected[rare].sum() < least else [rare]
+    seen, expected = (torch.stack([*x[~rare], *(x[part].sum() for part in together)]) for x in (seen, expected))
+    assert len(seen) > 3
+    return stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue
 
 
 class Credulous(SampleAndMatch):
@@ -415,13 +418,3 @@ class Credulous(SampleAndMatch):
         verdict = super().__call__(tree, logits, sampling, noise)
         verdict.tokens[:, 0] = torch.where(verdict.n == 1, tree.tokens[:, 1], verdict.tokens[:, 0])
         return verdict
-
-
-def merge_rare_cells(seen, expected, least=5.0):
-    """Cells with an expected count below `least` are counted together, as the chi-square approximation needs."""
-    rare = expected < least
-    keep = ~rare
-    if expected[rare].sum() < least:
-        return seen[keep].numpy(), expected[keep].numpy()
-    pooled = [torch.cat([x[keep], x[rare].sum()[None]]).numpy() for x in (seen, expected)]
-    return pooled[0], pooled[1]

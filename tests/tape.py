@@ -108,7 +108,7 @@ class Tape:
     any_bound, late = False, True
 
     def __init__(self):
-        self.captures, self.replays = 0, 0
+        self.captures, self.rows = 0, []  # rows: of each replay
 
     def forget(self):
         pass
@@ -120,10 +120,10 @@ class Tape:
         with restored(preserved), NoHostSync():  # a capture only records: what running did is undone
             noted = record(run, bound)
         self.captures += 1
-        made, calls = noted.made, let_go([tuple(vars(call).values()) for call in noted.calls])
+        rows, made, calls = len(preserved[0]), noted.made, let_go([tuple(vars(call).values()) for call in noted.calls])
 
         def replay(_):
-            self.replays += 1
+            self.rows.append(rows)
             for call in calls:
                 again(*lend(call))
             return made

@@ -1,6 +1,7 @@
 """Block drafters against outputs of their authors' own code (tests/golden/README.md)."""
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,15 @@ def absorb_round(drafter: BlockDrafter, reference: dict, at: str, seen: int) -> 
     tokens = torch.zeros(feats.shape[:2], dtype=torch.int64)
     tokens[0, -1] = reference[f"{at}.block_ids"][0, 0]
     return absorb(drafter, feats, tokens, seen), seen + feats.shape[1]
+
+
+def along(drafter: BlockDrafter, first: DraftState, tokens: torch.Tensor) -> Iterator[DraftState]:
+    """Yield the state of each slot, on the path of these tokens."""
+    state = drafter.root(first)
+    yield state
+    for slot in range(1, drafter.block):
+        state = drafter.expand(first, tokens[:, slot - 1 : slot], state.hidden, slot, None)
+        yield state
 
 
 CASES = {
@@ -78,13 +88,10 @@ def test_dflash2_rounds_match(prefix):
             assert_close_in_fp32(state.logits, reference[f"{at}.logits"][:, 1:])
             tokens = reference[f"{at}.draft_tokens"]
             assert drafted(drafter, state) == tokens.tolist()
-            node = drafter.root(state)
-            for slot, ids in enumerate(reference.get(f"{at}.candidate_ids", torch.empty(1, 0))[0]):
-                scores = reference[f"{at}.candidate_scores"][0, slot]
-                assert_close_in_fp32(node.logits[0, 0, ids], scores)
+            candidates = reference.get(f"{at}.candidate_ids", torch.empty(1, 0))[0]
+            for slot, (ids, node) in enumerate(zip(candidates, along(drafter, state, tokens), strict=False)):
+                assert_close_in_fp32(node.logits[0, 0, ids], reference[f"{at}.candidate_scores"][0, slot])
                 assert node.logits.isfinite().sum() == len(ids) == 16
-                if slot + 1 < drafter.block:
-                    node = drafter.expand(state, tokens[:, slot : slot + 1], node.hidden, slot + 1, None)
 
 
 @torch.inference_mode()
@@ -123,11 +130,8 @@ def test_markov_and_confidence_heads_match(kind):
         drafter.head = Fixed(base)
         carried = conditional.begin(reference[f"round{number}.block_ids"][:, :1])
         first = DraftState(carried, reference[f"round{number}.hidden"], drafter.head)
-        state = drafter.root(first)
-        for slot in range(5):
+        for slot, state in enumerate(along(drafter, first, tokens)):
             assert_close_in_fp32(state.logits, reference[f"{at}.logits"][:, slot : slot + 1])
-            if slot < 4:
-                state = drafter.expand(first, tokens[:, slot : slot + 1], state.hidden, slot + 1, None)
         assert_close_in_fp32(drafter.confidences(first, tokens), reference[f"{at}.confidence_logits"])
         assert drafted(drafter, first, 5) == tokens.tolist()
         for cut in (0.3, 0.5, 0.7):
@@ -161,12 +165,8 @@ def test_domino_head_matches(label, prefix):
         tokens = reference[f"{name}.round{number}.draft_tokens"]
         carried = conditional.begin(reference[f"round{number}.anchor"])
         first = DraftState(carried, reference[f"round{number}.hidden"][:, how.unused :], drafter.head)
-        state = drafter.root(first)
-        for slot in range(drafter.block):
-            at = how.unused + slot
+        for at, state in enumerate(along(drafter, first, tokens), how.unused):
             assert_close_in_fp32(state.logits, expected[:, at : at + 1])
-            if slot + 1 < drafter.block:
-                state = drafter.expand(first, tokens[:, slot : slot + 1], state.hidden, slot + 1, None)
         assert drafted(drafter, first, 5) == tokens.tolist()
         number += 1
     assert number >= 1

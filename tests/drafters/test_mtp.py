@@ -44,17 +44,6 @@ def build(config: dict, tensors: dict[str, torch.Tensor], target):
     return mtp_inside.FAMILY.construct(*mtp_inside.read(config, tensors, "it"), target, "it")
 
 
-def block_tensors(prefix: str) -> dict[str, torch.Tensor]:
-    q, kv, width = 6 * 8, 2 * 8, 80
-    shapes = {
-        "self_attn.q_proj.weight": (q, H), "self_attn.q_proj.bias": (q,), "self_attn.k_proj.weight": (kv, H),
-        "self_attn.k_proj.bias": (kv,), "self_attn.v_proj.weight": (kv, H), "self_attn.v_proj.bias": (kv,),
-        "self_attn.o_proj.weight": (H, q), "mlp.gate_proj.weight": (width, H), "mlp.up_proj.weight": (width, H),
-        "mlp.down_proj.weight": (H, width), "input_layernorm.weight": (H,), "post_attention_layernorm.weight": (H,),
-    }  # fmt: skip
-    return {f"{prefix}.{name}": torch.randn(shape) * 0.3 + (len(shape) == 1) for name, shape in shapes.items()}
-
-
 def glm():
     fields = CONFIG | {
         "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
@@ -181,12 +170,13 @@ def test_qwen3_next_head_equals_its_layer(dense):
 
 
 def mimo_folder(folder):
-    """A small target of MiMo's family with its head, as one checkpoint."""
-    save_hf(folder, "qwen2", hidden_size=H, vocab_size=V, num_hidden_layers=LAYERS)
+    """A small target of MiMo's family with its head, whose layer is the target's first one, as one checkpoint."""
+    model = save_hf(folder, "qwen2", hidden_size=H, vocab_size=V, num_hidden_layers=LAYERS)
     edit_config(folder, model_type="mimo", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1)
     head = {n: torch.rand(H) + 0.5 for n in ("token_layernorm", "hidden_layernorm", "final_layernorm")}
     head["input_proj"] = torch.randn(H, 2 * H) * 0.2
-    edit_tensors(folder, **block_tensors(MIMO), **{f"{MIMO}.{n}.weight": w for n, w in head.items()})
+    layer = {f"{MIMO}.{name}": weight for name, weight in model.model.layers[0].state_dict().items()}
+    edit_tensors(folder, **layer, **{f"{MIMO}.{n}.weight": w for n, w in head.items()})
 
 
 def glm_folder(folder):

@@ -69,7 +69,7 @@ def test_a_record_does_what_the_round_does(policy, drafter, backend):
     assert_as_launched(backend, target, drafter, policy, sampling=sampling, **SHORT)
     assert backend.captures == 1
     if isinstance(backend, Tape):
-        assert backend.replays > 4
+        assert len(backend.rows) > 4
     else:  # the graph computes what is drawn
         nodes = [str(node.target) for node in backend.made[0].module.graph.nodes]
         assert not any("rand" in name or "exponential" in name for name in nodes)

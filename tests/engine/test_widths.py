@@ -20,23 +20,6 @@ from specdec.tuning.engines import Table, Workload, adaptive_engine, prepare
 from specdec.tuning.policy import Bandit
 
 
-class Watched(Tape):
-    """Logs the number of rows of each replay."""
-
-    def __init__(self):
-        super().__init__()
-        self.rows: list[int] = []
-
-    def capture(self, run, preserved, bound):
-        replay, rows = super().capture(run, preserved, bound), len(preserved[0])
-
-        def watched(bound):
-            self.rows.append(rows)
-            return replay(bound)
-
-        return watched
-
-
 @pytest.mark.parametrize(
     ("kind", "samplings", "adaptive"),
     [(None, MIXED, False), ("eagle3", (None,), False), ("draft-model", MIXED, False), ("eagle3", (None,), True),
@@ -44,7 +27,7 @@ class Watched(Tape):
 )  # fmt: skip
 def test_rounds_have_the_rows_that_decode(kind, samplings, adaptive):
     """Each round has the least width that holds its rows. Text and accepted tokens are those of eager rounds."""
-    target, tape, traces = tiny_target(layers=2), Watched(), []
+    target, tape, traces = tiny_target(layers=2), Tape(), []
     parts = (DRAFTERS[kind](target), DynamicTree(3, 3, 9)) if kind else ()
     for how in ({"graphs": tape}, {"compact": False, "overlap": True}):
         policy = Depths(3)

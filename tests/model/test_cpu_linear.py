@@ -43,12 +43,6 @@ def without_onednn(monkeypatch):
     monkeypatch.setattr(cpu_linear, "_pack_onednn", lambda weight: None)
 
 
-@pytest.fixture
-def without_rows(monkeypatch):
-    """As where there is no product of our own."""
-    monkeypatch.setattr(native, "has_rows", lambda: False)
-
-
 def same_in_parts(product, x: torch.Tensor, counts, places=(0, 5)) -> bool:
     """Whether a row of a product has the same bits whatever the other rows are."""
     whole = product(x)
@@ -222,10 +216,10 @@ def test_other_mlps_are_several_calls(how):
 
 @needs_fp16
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float16])
-@pytest.mark.usefixtures("without_rows")
-def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of):
+def test_what_fp16_holds_is_read_in_fp16_and_multiplied_in_fp32(of, monkeypatch):
     """A product with the identity gives the weight, and a row of a product does not depend on the other rows.
     With AVX2 FBGEMM takes one row and two in another order of sums."""
+    monkeypatch.setattr(native, "has_rows", lambda: False)
     few = (1, 2) if torch.backends.cpu.get_cpu_capability() == "AVX512" else ()
     weight = random_weight(torch.float32, of=of)
     weight[0, :3] = torch.tensor([3e-9, -7e-8, 2e-5]).to(of)  # for fp16 too small in bf16, unless they are scaled
@@ -321,9 +315,9 @@ def test_our_own_product_with_a_rounded_weight(size, inputs):
 @needs_fp16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.usefixtures("without_rows")
 def test_a_product_with_a_rounded_weight(dtype, biased, monkeypatch):
     """As near as the roundings allow: a weight to half a step of its row, an input to one step of all inputs' range."""
+    monkeypatch.setattr(native, "has_rows", lambda: False)
     monkeypatch.setattr(cpu_linear, "LARGE", 96 * 48)
     weight = random_weight(dtype)
     weight[3] *= 100

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from specdec.children import Drawn, children_of
 from specdec.cli.screen import draw
-from specdec.contracts import Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
+from specdec.lab.proof.laws import TableDrafter
 from specdec.ops.likely import BLOCK, MANY, top
 from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
@@ -22,26 +22,13 @@ from specdec.trees.base import ancestors_of
 from specdec.trees.dynamic import select
 
 
-class ScriptedDrafter(Drafter):
-    """Gives the same logits at every node, so that scores are known by hand."""
-
-    class vocab:
-        size = 4
-
-        @staticmethod
-        def to_target(ids):
-            return ids + 100
-
-    def __init__(self, logits):
-        super().__init__()
-        self.logits = torch.tensor(logits)
-
-    def state(self, b, w):
-        return DraftState(torch.zeros(b, w, 1), self.logits.expand(b, w, -1))
+class CheckedDrafter(TableDrafter):
+    """Checks the ancestors that a tree policy passes."""
 
     def step(self, tokens, hidden, level, ancestors):
         assert ancestors.shape == (*tokens.shape, level * tokens.shape[1])
-        return self.state(*tokens.shape)
+        assert ancestors[:, :, -tokens.shape[1] :].diagonal(dim1=1, dim2=2).all()
+        return super().step(tokens, hidden, level, ancestors)
 
 
 def start(drafter, target, b=3):
@@ -55,9 +42,12 @@ def start(drafter, target, b=3):
     return tokens.gather(1, n[:, None] - 1).squeeze(1), state
 
 
-def grow(policy, logits, b=2):
-    drafter = ScriptedDrafter(logits)
-    return policy.grow(drafter, torch.full((b,), 7), drafter.state(b, 1))
+def grow(policy, logits):
+    """Two trees of tokens 2, 3, 5 and 6, whose logits are the same at every node, so that scores are known by hand."""
+    ids, table, root = torch.tensor([2, 3, 5, 6]), torch.zeros(8, 8), torch.tensor([7, 7])
+    table[:, ids] = torch.tensor(logits)
+    drafter = CheckedDrafter(table, ids)
+    return policy.grow(drafter, root, drafter.state(root[:, None]))
 
 
 def check_invariants(tree: DraftTree, n: int):
@@ -85,12 +75,12 @@ def check_invariants(tree: DraftTree, n: int):
 def test_scores_and_the_drawing_by_hand():
     """P = .6 .3 .1: the best four paths are a (.6), aa (.36), b (.3), and aaa (.216)."""
     tree = grow(DynamicTree(topk=2, steps=3, num_draft_tokens=5), torch.tensor([0.6, 0.3, 0.1, 1e-9]).log().tolist())
-    assert tree.tokens[0].tolist() == [7, 100, 101, 100, 100]
+    assert tree.tokens[0].tolist() == [7, 2, 3, 2, 2]
     assert tree.parents[0].tolist() == [0, 0, 0, 1, 3]
     assert tree.depth[0].tolist() == [0, 1, 1, 2, 3]
     torch.testing.assert_close(tree.logq[0].exp(), torch.tensor([1.0, 0.6, 0.3, 0.36, 0.216]))
     check_invariants(tree, 5)
-    assert draw(tree, [0, 1, 3], {7: "root", 100: "a", 101: "b"}.get) == (
+    assert draw(tree, [0, 1, 3], {7: "root", 2: "a", 3: "b"}.get) == (
         "'root' *\n|-- 'a'  0.60 *\n|   `-- 'a'  0.36 *\n|       `-- 'a'  0.22\n`-- 'b'  0.30"
     )
 

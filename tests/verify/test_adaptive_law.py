@@ -5,18 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_verify_laws import (
-    DRAFTER,
-    ROWS,
-    TARGET,
-    WARM,
-    CheckedDrafter,
-    filled_up,
-    noise_of,
-    pvalue,
-    target_law,
-    verify,
-)
+from test_trees import CheckedDrafter
+from test_verify_laws import DRAFTER, ROWS, TARGET, WARM, filled_up, noise_of, pvalue, target_law, verify
 
 from specdec.children import children_of
 from specdec.engine.controller import Controller, trimmed
@@ -73,7 +63,7 @@ def by_what_follows(draft, tree, p):
 
 def three_tokens(verifier, sees, curve=BY_LEVEL):
     """As in `test_verify_laws`; each row is cut as if it were alone."""
-    drafter, root = CheckedDrafter(), torch.zeros(ROWS, dtype=torch.int64)
+    drafter, root = CheckedDrafter(DRAFTER), torch.zeros(ROWS, dtype=torch.int64)
     noise, later = noise_of(ROWS, 3)
     state = drafter.state(root[:, None])
     tree = SampledTree((1, 1, 1)).grow(drafter, root, state, children_of("drawn", WARM, noise))

@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 from helpers import Credulous, pvalue_of_counts
+from test_trees import CheckedDrafter
 from test_verify import random_tree
 
 from specdec.children import Drawn, children_of
-from specdec.lab.proof.laws import TableDrafter
 from specdec.sampling.filters import draw, filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling
@@ -34,18 +34,6 @@ WARM = Sampling(1.0)
 FILTERED = Sampling(0.8, top_k=5, top_p=0.9)
 
 
-class CheckedDrafter(TableDrafter):
-    """Checks the ancestors that a tree policy passes."""
-
-    def __init__(self, ids=None):
-        super().__init__(DRAFTER, None if ids is None else torch.tensor(ids))
-
-    def step(self, tokens, hidden, level, ancestors):
-        assert ancestors.shape == (*tokens.shape, level * tokens.shape[1])
-        assert ancestors[:, :, -tokens.shape[1] :].diagonal(dim1=1, dim2=2).all()
-        return super().step(tokens, hidden, level, ancestors)
-
-
 def verify(verifier, tree: DraftTree, sampling: Sampling, noise):
     return verifier(tree, TARGET[tree.tokens], sampling, noise)
 
@@ -59,7 +47,7 @@ def noise_of(rows: int, steps: int, seed: int = 0):
 def three_tokens(verifier, expansion, sampling, ids=None, rows=ROWS, seed=0, kind="drawn"):
     """Return the first three tokens after token 0 [rows,3], drawn from the target where fewer were emitted, and the
     numbers emitted [rows]."""
-    drafter, root = CheckedDrafter(ids), torch.zeros(rows, dtype=torch.int64)
+    drafter, root = CheckedDrafter(DRAFTER, ids and torch.tensor(ids)), torch.zeros(rows, dtype=torch.int64)
     noise, later = noise_of(rows, len(expansion), seed)
     children = children_of(kind, sampling, noise)
     tree = SampledTree(expansion).grow(drafter, root, drafter.state(root[:, None]), children)
@@ -180,7 +168,7 @@ def test_block_verification_accepts_more_than_token_by_token(sampling):
 def test_at_temperature_0_every_rule_is_greedy_matching(name, seed):
     verifier, greedy = make_verifier(name), Sampling()
     root = torch.randint(V, (50,), generator=torch.Generator().manual_seed(seed))
-    drafter = CheckedDrafter()
+    drafter = CheckedDrafter(DRAFTER)
     start = drafter, root, drafter.state(root[:, None]), children_of("drawn", greedy, None)
     trees = [SampledTree((1, 1, 1, 1)).grow(*start)]
     if not verifier.chains_only:

@@ -107,6 +107,15 @@ def drafter_path(target_path):
     return target_path.parent / "drafter"
 
 
+@pytest.fixture(scope="module")
+def pair(target_path, drafter_path):
+    """These two, loaded. Their weights are random, so they would write anything."""
+    from specdec import load_drafter, load_target
+
+    target = load_target(target_path)
+    return target, load_drafter(drafter_path, target)
+
+
 @pytest.fixture(autouse=True)
 def no_first_line(monkeypatch):
     """Leave out the line with which commands begin (`specdec.cli.commands.loading`): tests compare standard error."""

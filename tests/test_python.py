@@ -14,16 +14,6 @@ from specdec.__main__ import main
 HI = "The quick brown fox"
 
 
-@pytest.fixture(scope="module")
-def target(target_path):
-    return specdec.load_target(target_path)
-
-
-@pytest.fixture(scope="module")
-def drafter(target, drafter_path):
-    return specdec.load_drafter(drafter_path, target)
-
-
 # What is called with (target, drafter), and what the message must hold
 WRONG = [
     # Names
@@ -100,14 +90,14 @@ WRONG = [
 ]
 
 
-def test_wrong_calls_are_one_sentence_with_the_right_name(target, drafter, tmp_path, monkeypatch):
+def test_wrong_calls_are_one_sentence_with_the_right_name(pair, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert len(WRONG) >= 60
     faults = []
     for call, named in WRONG:
         try:
-            call(target, drafter)
+            call(*pair)
             said = "nothing was refused"
         except (ValueError, TypeError) as error:
             said = str(error)
@@ -138,17 +128,18 @@ def test_wrong_words_are_one_sentence(words, named, tmp_path, monkeypatch):
     assert named in refused(main, *words.split())
 
 
-def test_a_tree_by_its_numbers(target, drafter):
+def test_a_tree_by_its_numbers(pair):
+    target, drafter = pair
     how = {"max_new_tokens": np.int64(8), "temperature": np.float64(0.5), "seed": 3}
-    same = [specdec.generate(target, HI, drafter, tree=(2, 3, 5), **how)]
-    same.append(specdec.generate(target, HI, drafter, topk=2, steps=3, num_draft_tokens=5, **how))
-    same.append(specdec.generate(target, HI, drafter, tree="2/3/5", **how))
+    forms = {"tree": (2, 3, 5)}, {"topk": 2, "steps": 3, "num_draft_tokens": 5}, {"tree": "2/3/5"}
+    same = [specdec.generate(target, HI, drafter, **form, **how) for form in forms]
     assert len({tuple(one.rows[0].tokens) for one in same}) == 1
     assert {one.steps for one in same} == {3}
     assert specdec.generate(target, HI, drafter, topk=1, max_new_tokens=4).steps == 5
 
 
-def test_everything_prints_on_one_line(target, drafter):
+def test_everything_prints_on_one_line(pair):
+    target, drafter = pair
     found = specdec.generate(target, HI, drafter, max_new_tokens=4)
     for thing in (target, drafter, specdec.Engine(target, drafter, make_tree()), found, found.rows[0], found.result):
         assert "\n" not in repr(thing)
@@ -157,8 +148,9 @@ def test_everything_prints_on_one_line(target, drafter):
     assert repr(drafter).startswith("Eagle3(taps ")
 
 
-def test_a_run_from_python_trains_a_checkpoint_further(target, drafter, target_path, drafter_path, tmp_path):
+def test_a_run_from_python_trains_a_checkpoint_further(pair, target_path, drafter_path, tmp_path):
     """And returns the drafter, which has the shape of the checkpoint, and the log."""
+    target, drafter = pair
     answer = {"role": "assistant", "content": "The quick brown fox jumps over the lazy dog. " * 2}
     rows = [{"messages": [{"role": "user", "content": f"What is {n}?"}, answer]} for n in range(8)]
     (tmp_path / "my data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from helpers import save_hf, tiny_target
+from helpers import save_hf, texts_of, tiny_target
 from safetensors.torch import load_file, save_file
 
 from specdec import Engine, Sampling, load_drafter, load_target
@@ -50,8 +50,8 @@ def test_a_language_model_on_disk_is_recognised(target, target_path, tmp_path):
     assert isinstance(load_drafter(target_path, target), DraftModel)
     assert isinstance(load_drafter(target_path, load_target(target_path, tokenizer=False)), DraftModel)
     prompt = target.tokenizer("The quick brown")["input_ids"]
-    fast = Engine(target, drafter, DynamicTree()).generate([prompt], max_new_tokens=30).rows[0].tokens
-    assert fast == Engine(target).generate([prompt], max_new_tokens=30).rows[0].tokens
+    fast = texts_of(Engine(target, drafter, DynamicTree()), [prompt], max_new_tokens=30)
+    assert fast == texts_of(Engine(target), [prompt], max_new_tokens=30)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,7 @@ def test_vocabularies_that_are_padded_differently_work(target_path, tmp_path, ow
     assert drafter.vocab.size == min(tokens + own, tokens + drafts)
     how = {"max_new_tokens": 30, "seed": 4, "sampling": Sampling(temperature)}
     prompts = [target.tokenizer("The quick brown")["input_ids"], [tokens + own - 1, 5]]  # an id of the padding too
-    fast = Engine(target, drafter, DynamicTree()).generate(prompts, **how).rows
-    assert [row.tokens for row in fast] == [row.tokens for row in Engine(target).generate(prompts, **how).rows]
+    assert texts_of(Engine(target, drafter, DynamicTree()), prompts, **how) == texts_of(Engine(target), prompts, **how)
 
 
 def test_another_tokenizer_is_refused(target, target_path, tmp_path):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from golden_blocks import absorb, drafted
-from helpers import edit_config, edit_tensors, save_hf, tiny_drafter, tiny_target
+from helpers import edit_config, edit_tensors, save_hf, texts_of, tiny_drafter, tiny_target
 from torch import nn
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3NextConfig
 from transformers.cache_utils import MtpCache
@@ -197,11 +197,9 @@ def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
     drafter = load_drafter(tmp_path / "model", target, feedback=feedback)
     assert drafter.switches.feedback == (feedback or "post")
     assert drafter.switches.hidden_first == (make is mimo_folder)
-    prompts = [[3, 5, 7], [1, 2]]
-    plain = Engine(target).generate(prompts, max_new_tokens=30)
-    for tree in (Chain(3), DynamicTree(3, 3, 9)):
-        fast = Engine(target, drafter, tree).generate(prompts, max_new_tokens=30)
-        assert [row.tokens for row in fast.rows] == [row.tokens for row in plain.rows]
+    engines = (Engine(target, *parts) for parts in ((), (drafter, Chain(3)), (drafter, DynamicTree(3, 3, 9))))
+    plain, chain, tree = (texts_of(engine, [[3, 5, 7], [1, 2]], max_new_tokens=30) for engine in engines)
+    assert plain == chain == tree
 
 
 @pytest.mark.parametrize(

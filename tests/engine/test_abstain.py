@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import DRAFTERS, pvalue_of_tokens_2_and_3, tiny_block, tiny_drafter, tiny_target
+from helpers import DRAFTERS, pvalue_of_tokens_2_and_3, texts_of, tiny_block, tiny_drafter, tiny_target
 from policies import Restless
 
 from specdec import Engine, Recorder, Sampling
@@ -147,10 +147,10 @@ def test_an_adaptive_policy_by_name_goes_no_deeper_than_the_block(tmp_path, monk
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target, prompts = tiny_target(), [[3, 5, 7], [1]]
     drafter, tree = DRAFTERS["dflash"](target), BlockTree(3, 16, 12)
-    expected = [row.tokens for row in Engine(target).generate(prompts, max_new_tokens=20).rows]
+    expected = texts_of(Engine(target), prompts, max_new_tokens=20)
     for name in ("fixed", "ema", "survival", f"table:1={drafter.block}"):
         engine = adaptive_engine(name, Workload(2), target, drafter, tree)
-        assert [row.tokens for row in engine.generate(prompts, max_new_tokens=20).rows] == expected
+        assert texts_of(engine, prompts, max_new_tokens=20) == expected
     with pytest.raises(ValueError, match=f"the tree has {drafter.block}"):
         adaptive_engine("table:1=16", Workload(2), target, drafter, tree)
 

@@ -31,14 +31,6 @@ HOW = {"prompts": [[3, 5, 7]], "max_new_tokens": 20, "eos": frozenset()}
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 
-def test_compiled_rounds_are_replayed_so_graphs_cannot_be_off():
-    for name, words in (("generate", ["--prompt", "x"]), ("serve", [])):
-        with pytest.raises(ValueError, match="--no-graphs contradicts --compile"):
-            parse(name, [*words, "--compile", "--no-graphs"])
-    with pytest.raises(ValueError, match="graphs=False contradicts compile=True"):
-        Engine(tiny_target(), graphs=False, compile=True)
-
-
 @needs_compiler
 @pytest.mark.matrix
 @pytest.mark.parametrize("how", [True, "aside"], ids=["here", "aside"])
@@ -259,14 +251,18 @@ def test_libraries_differ_by_what_they_compute(monkeypatch, unpacked):
 
 
 def test_what_cannot_be_compiled_is_said(monkeypatch):
+    """Compiled rounds are replayed, so graphs cannot be off."""
     target = tiny_target()
-    with pytest.raises(ValueError, match=r"NGram cannot be captured: .* decode without compiling"):
-        Engine(target, ngram.create(target), Chain(3), compile=True)
-    with pytest.raises(ValueError, match=r"contradicts compile=True on the cpu"):
-        Engine(target, graphs=Tape(), compile=True)
-    monkeypatch.setattr(Target, "device", torch.device("mps"))
-    with pytest.raises(ValueError, match=r"for CPUs and NVIDIA's GPUs, and the target is on the mps"):
-        Engine(target, compile=True)
-    monkeypatch.setattr(Target, "device", torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"call specdec\.ops\.use\('torch'\) before"):
-        Engine(target, compile=True)
+    for name, words in (("generate", ["--prompt", "x"]), ("serve", [])):
+        with pytest.raises(ValueError, match="--no-graphs contradicts --compile"):
+            parse(name, [*words, "--compile", "--no-graphs"])
+    for device, parts_, graphs_, message in (
+        ("cpu", (), False, "graphs=False contradicts compile=True"),
+        ("cpu", (ngram.create(target), Chain(3)), None, "NGram cannot be captured: .* decode without compiling"),
+        ("cpu", (), Tape(), "contradicts compile=True on the cpu"),
+        ("mps", (), None, "for CPUs and NVIDIA's GPUs, and the target is on the mps"),
+        ("cuda", (), None, r"call specdec\.ops\.use\('torch'\) before"),
+    ):
+        monkeypatch.setattr(Target, "device", torch.device(device))
+        with pytest.raises(ValueError, match=message):
+            Engine(target, *parts_, graphs=graphs_, compile=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import joint_of_tokens_2_and_3, pvalue_against, save_hf, tiny_target
+from helpers import joint_of_tokens_2_and_3, pvalue_against, save_hf, texts_of, tiny_target
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
@@ -87,8 +87,7 @@ CASES = [
 
 @functools.cache
 def plain_text(sampling: Sampling) -> list[list[int]]:
-    rows = Engine(shared_target()).generate(PROMPTS, max_new_tokens=20, sampling=sampling).rows
-    return [row.tokens for row in rows]
+    return texts_of(Engine(shared_target()), PROMPTS, max_new_tokens=20, sampling=sampling)
 
 
 @functools.cache
@@ -119,8 +118,7 @@ def test_fitting(drafter, tree, verifier, sampling):
     policy, rule = instantiate(load("tree", tree)), frozen("verifier", verifier)
     engine = Engine(target, fresh_drafter(drafter, target), policy, rule)
     if setting.greedy or verifier == "match":
-        rows = engine.generate(PROMPTS, max_new_tokens=20, sampling=setting).rows
-        assert [row.tokens for row in rows] == plain_text(setting)
+        assert texts_of(engine, PROMPTS, max_new_tokens=20, sampling=setting) == plain_text(setting)
         return
     result = engine.generate([PROMPT] * ROWS, max_new_tokens=3, sampling=setting, seed=5)
     assert pvalue_against(law(setting), result) > NO_ACCIDENT

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import DRAFTERS, LEARNERS, tiny_drafter, tiny_target
+from helpers import DRAFTERS, LEARNERS, texts_of, tiny_drafter, tiny_target
 from test_graphs import POLICIES as TREES
 from test_overlap import SAMPLED, assert_same, outcome
 
@@ -53,10 +53,8 @@ def test_round_does_not_synchronise(policy, sampling, drafter):
 @pytest.mark.parametrize("policy", ["chain", "dynamic", "static"])
 def test_greedy_text_is_plain_decodings(policy, drafter):
     engine = Engine(*parts(drafter, policy))
-    prompts = [[3, 5, 7], [1], [2, 4, 6, 8]]
-    fast = engine.generate(prompts, max_new_tokens=40).rows
-    plain = Engine(engine.target).generate(prompts, max_new_tokens=40).rows
-    assert [row.tokens for row in fast] == [row.tokens for row in plain]
+    how = {"prompts": [[3, 5, 7], [1], [2, 4, 6, 8]], "max_new_tokens": 40}
+    assert texts_of(engine, **how) == texts_of(Engine(engine.target), **how)
 
 
 launching = partial(Engine, graphs=False, compact=False)  # rows that have ended are carried along, as in replays

@@ -15,29 +15,18 @@ from specdec.sampling.json_grammar import Grammars
 from specdec.text import encode_prompt
 from specdec.trees import Chain, DynamicTree, SampledTree
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 4},
-        "age": {"type": "integer", "minimum": 0, "maximum": 130},
-        "of": {"type": "array", "items": {"enum": ["a", "b c"]}, "maxItems": 2},
-    },
-    "required": ["name", "age", "of"],
-    "additionalProperties": False,
+FIELDS = {
+    "name": {"type": "string", "maxLength": 4},
+    "age": {"type": "integer", "minimum": 0, "maximum": 130},
+    "of": {"type": "array", "items": {"enum": ["a", "b c"]}, "maxItems": 2},
 }
+PERSON = {"type": "object", "properties": FIELDS, "required": list(FIELDS), "additionalProperties": False}
 SWITCHES = {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4}
 EITHER = {"anyOf": [{"const": "yes"}, {"type": "object", "properties": {"no": {"type": "null"}}, "required": ["no"],
                                        "additionalProperties": False}]}  # fmt: skip
 GREEDY, DRAWN = Sampling(), Sampling(0.9, top_p=0.95, repetition_penalty=1.1)
 PROMPT, NEW = "Tell me of a person, as JSON.", 60
 TREES = {"chain": Chain(3), "tree": DynamicTree(3, 3, 9)}
-
-
-@pytest.fixture(scope="module")
-def pair(target_path, drafter_path):
-    """A pair of random weights, which would write anything."""
-    target = load_target(target_path, dtype="fp32")
-    return target, load_drafter(drafter_path, target)
 
 
 @pytest.fixture(scope="module")
@@ -93,9 +82,8 @@ def check_texts(target, rows: list[tuple[list[int], str]]) -> int:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_texts_obey_their_grammar(pair, plain, sampling):
     assert check_texts(pair[0], plain[sampling]) >= 2  # a random text may have many spaces
-    free = Engine(pair[0]).generate(
-        [encode_prompt(pair[0], PROMPT)], max_new_tokens=NEW, sampling=sampling, seed=[(0, 4)]
-    )
+    how = {"max_new_tokens": NEW, "sampling": sampling, "seed": [(0, 4)]}
+    free = Engine(pair[0]).generate([encode_prompt(pair[0], PROMPT)], **how)
     assert ids_and_finish(free.rows) == plain[sampling][4:]
     assert plain[sampling][4][1] == "length"
 

@@ -5,11 +5,11 @@ import functools
 
 import pytest
 import torch
-from helpers import come_and_go, tiny_drafter, tiny_target
+from helpers import come_and_go, texts_of, tiny_drafter, tiny_target
 from hydra.utils import instantiate
-from test_conf_matrix import DRAFTED, NAMES, fresh_drafter, load
+from test_conf_matrix import DRAFTED, fresh_drafter, load
 
-from specdec import Engine, Sampling, children
+from specdec import Engine, Sampling, children, make_verifier
 from specdec.drafters.draft_model import DraftModel
 from specdec.sampling.noise import Noise, RoundNoise
 from specdec.trees import Chain, DynamicTree, SampledTree, StaticTree
@@ -33,15 +33,14 @@ HOW = {"max_new_tokens": LIMITS, "eos": EOS}
 def plain(samplings: tuple[Sampling, ...], seed: int = 3) -> list[list[int]]:
     """Each prompt alone, decoded plainly."""
     engine = Engine(tiny_target(vocab=11))
-    rows = [
-        engine.generate([p], max_new_tokens=n, sampling=s, seed=[(seed, i)], eos=EOS).rows[0]
+    return [
+        texts_of(engine, [p], max_new_tokens=n, sampling=s, seed=[(seed, i)], eos=EOS)[0]
         for i, (p, n, s) in enumerate(zip(PROMPTS, LIMITS, samplings, strict=True))
     ]
-    return [row.tokens for row in rows]
 
 
-def texts(engine: Engine, samplings, seed: int = 3) -> list[list[int]]:
-    return [row.tokens for row in engine.generate(PROMPTS, sampling=list(samplings), seed=seed, **HOW).rows]
+def texts(engine: Engine, samplings) -> list[list[int]]:
+    return texts_of(engine, PROMPTS, sampling=list(samplings), seed=3, **HOW)
 
 
 @pytest.mark.matrix
@@ -59,18 +58,16 @@ def test_sampled_text_is_plain_text(drafter, tree):
 def test_other_seeds_and_rows_draw_other_texts():
     assert plain(WARM) != plain(WARM, seed=4)
     engine = Engine(tiny_target(vocab=11))
-    rows = engine.generate([PROMPTS[0]] * 6, max_new_tokens=12, sampling=Sampling(1.0), eos=frozenset()).rows
-    assert len({tuple(row.tokens) for row in rows}) == 6
-    same = engine.generate([PROMPTS[0]] * 2, max_new_tokens=12, sampling=Sampling(1.0), seed=[5, (5, 0)]).rows
-    assert same[0].tokens == same[1].tokens
+    how = {"max_new_tokens": 12, "sampling": Sampling(1.0)}
+    assert len(set(map(tuple, texts_of(engine, [PROMPTS[0]] * 6, eos=frozenset(), **how)))) == 6
+    assert len(set(map(tuple, texts_of(engine, [PROMPTS[0]] * 2, seed=[5, (5, 0)], **how)))) == 1
 
 
 def test_a_text_that_is_cut_goes_on_as_it_would_have():
     """The noise of a position counts the prompt, so half of a text as a prompt is continued by the other half."""
     engine, how = Engine(tiny_target()), {"sampling": Sampling(1.0), "eos": frozenset()}
-    whole = engine.generate([[3, 5]], max_new_tokens=20, seed=[(1, 2)], **how).rows[0].tokens
-    rest = engine.generate([[3, 5, *whole[:8]]], max_new_tokens=12, seed=[(1, 2)], **how).rows[0].tokens
-    assert rest == whole[8:]
+    (whole,) = texts_of(engine, [[3, 5]], max_new_tokens=20, seed=[(1, 2)], **how)
+    assert texts_of(engine, [[3, 5, *whole[:8]]], max_new_tokens=12, seed=[(1, 2)], **how) == [whole[8:]]
 
 
 TREES = {
@@ -106,17 +103,14 @@ def test_a_drafter_that_is_the_target_is_always_right(tree, monkeypatch):
 def test_what_does_not_fit_is_refused():
     target = tiny_target()
     drafter = tiny_drafter(target)
-    for kind, tree, message in (
-        ("drawn", Chain(3), "drawn children need a tree that knows"),
-        ("nearest", Chain(3), "children must be one of likeliest, coupled, drawn"),
+    for kind, tree, rule, message in (
+        ("drawn", Chain(3), "match", "drawn children need a tree that knows"),
+        ("nearest", Chain(3), "match", "children must be one of likeliest, coupled, drawn"),
+        ("coupled", SampledTree((1, 1)), "block", "not coupled ones"),
+        ("coupled", Chain(2), "typical", "draws by other noise than the target's"),
     ):
         with pytest.raises(ValueError, match=message):
-            Engine(target, drafter, tree, children=kind)
-    rules = {name: instantiate(load("verifier", name)) for name in NAMES["verifier"]}
-    with pytest.raises(ValueError, match="not coupled ones"):
-        Engine(target, drafter, SampledTree((1, 1)), rules["block"], children="coupled")
-    with pytest.raises(ValueError, match="draws by other noise than the target's"):
-        Engine(target, drafter, Chain(2), rules["typical"], children="coupled")
+            Engine(target, drafter, tree, make_verifier(rule), children=kind)
 
 
 def test_noise_keyed_by_place_is_found_out(monkeypatch):

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DRAFTERS, tiny_target
+from helpers import DRAFTERS, texts_of, tiny_target
 
-from specdec.api import DEMO_TARGET, generate, load_target, make_tree
+from specdec.api import DEMO_TARGET, generate, load_target
 from specdec.engine.engine import Engine
 from specdec.model.layers import GatedMLP, Linear, RMSNorm, round_weights
 from specdec.ops import linear as cpu_linear
@@ -169,7 +169,7 @@ def test_speculative_text_is_the_plain_one_at_any_precision(precision, matmul_pr
     matmul_precision(precision)
     target, prompts = load_target(DEMO_TARGET), ["What is a tree?", "Why?"]
     plain = generate(target, prompts, max_new_tokens=24)
-    for draft, tree in (("demo/mtp", make_tree(1, 6)), ("demo/eagle3", make_tree(4, 5, 16))):
+    for draft, tree in (("demo/mtp", "1/6/7"), ("demo/eagle3", "4/5/16")):
         speculative = generate(target, prompts, draft, tree=tree, max_new_tokens=24)
         assert [row.tokens for row in speculative.rows] == [row.tokens for row in plain.rows]
         assert speculative.tau > 1.5
@@ -344,16 +344,12 @@ def test_a_drafter_with_rounded_weights_is_as_lossless(name, rows, monkeypatch):
     monkeypatch.setattr(cpu_linear, "LARGE", 0)
     if not rows:
         monkeypatch.setattr(native, "has_rows", lambda: False)
-    target = tiny_target()
+    target, how = tiny_target(), {"prompts": [[1, 2, 3]], "max_new_tokens": 24}
     drafter = DRAFTERS[name](target).eval().requires_grad_(False)
-
-    def text(*how) -> list[int]:
-        return Engine(target, *how).generate([[1, 2, 3]], max_new_tokens=24).rows[0].tokens
-
-    plain = text()
-    assert text(drafter, DynamicTree(2, 2, 5)) == plain
+    plain = texts_of(Engine(target), **how)
+    assert texts_of(Engine(target, drafter, DynamicTree(2, 2, 5)), **how) == plain
     round_weights(drafter)
-    assert text(drafter, DynamicTree(2, 2, 5)) == plain
+    assert texts_of(Engine(target, drafter, DynamicTree(2, 2, 5)), **how) == plain
     layer = next(module for module in drafter.modules() if isinstance(module, Linear))
     x = torch.linspace(-1, 1, layer.in_features)[None]
     before = layer.bind()(x)

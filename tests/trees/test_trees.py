@@ -18,7 +18,6 @@ from specdec.sampling.filters import filtered_probs
 from specdec.sampling.noise import Noise, hashes_of
 from specdec.structs import DraftTree, Sampling
 from specdec.trees import BlockTree, Chain, DynamicTree, SampledTree, StaticTree
-from specdec.trees.base import ancestors_of
 from specdec.trees.dynamic import select
 
 
@@ -120,11 +119,6 @@ def test_the_largest_of_many_by_blocks(size, k):
     assert torch.equal(best, scores.topk(k).values)
     assert torch.equal(scores.gather(-1, places), best)
     assert all(len(set(row)) == k for row in places.flatten(0, 1).tolist())
-
-
-def test_ancestors_of_deep_paths():
-    parents = torch.tensor([[0, 0, 1, 2, 3, 4, 5]])
-    assert torch.equal(ancestors_of(parents, 6)[0], torch.ones(7, 7).tril().bool())
 
 
 # Children that are drawn

@@ -25,8 +25,14 @@ TREES = {
 PROMPTS = [[3, 5, 7, 2] * 3, [1, 8, 9, 10, 4], [6]]
 
 
+def wanted(committed):
+    return committed * 5 // 3 % 4
+
+
 class Shy(WrappedDrafter):
-    """Proposes 0 to 3 levels, by the number of committed tokens."""
+    """Proposes 0 to 3 levels, by the number of committed tokens, or 0 to 2 by the last one."""
+
+    by_token = False
 
     def reset(self, rows, slots):
         super().reset(rows, slots)
@@ -34,23 +40,20 @@ class Shy(WrappedDrafter):
 
     def admit(self, row, first, feats, tokens, n):
         self.lens = torch.cat([self.lens[:row], n])
-        state = super().admit(row, first, feats, tokens, n)
-        state.levels = self.wanted(n)
-        return state
+        return self.limited(super().admit(row, first, feats, tokens, n), n, tokens, n)
 
     def extend(self, feats, tokens, n, max_len):
         self.lens = self.lens + n
-        state = super().extend(feats, tokens, n, max_len)
-        state.levels = self.wanted(self.lens)
+        return self.limited(super().extend(feats, tokens, n, max_len), self.lens, tokens, n)
+
+    def limited(self, state, committed, tokens, n):
+        last = tokens.gather(1, (n[:, None] - 1).clamp(min=0)).squeeze(1)
+        state.levels = last % 3 if self.by_token else wanted(committed)
         return state
 
     def compact(self, survivors):
         super().compact(survivors)
         self.lens = self.lens[survivors.index]
-
-    @staticmethod
-    def wanted(n):
-        return n * 5 // 3 % 4
 
 
 @pytest.mark.parametrize(
@@ -70,7 +73,7 @@ def test_rounds_shrink_to_what_is_proposed(tree, columns, abstain):
     if tree == "chain" and abstain:  # the drafter is the target: everything that is proposed is accepted
         committed = len(row.prompt)
         for accepted in row.trace.accepted:
-            assert accepted == Shy.wanted(committed)
+            assert accepted == wanted(committed)
             committed += 1 + accepted
 
 
@@ -78,21 +81,11 @@ def test_rounds_shrink_to_what_is_proposed(tree, columns, abstain):
 @torch.inference_mode()
 def test_sampled_text_follows_the_target(verifier):
     """The last token of a row decides how many levels are drafted for it."""
-
-    class ByToken(Shy):
-        def extend(self, feats, tokens, n, max_len):
-            state = super().extend(feats, tokens, n, max_len)
-            state.levels = tokens[:, 0] % 3
-            return state
-
-        def admit(self, row, first, feats, tokens, n):
-            state = super().admit(row, first, feats, tokens, n)
-            state.levels = tokens.gather(1, n[:, None] - 1).squeeze(1) % 3
-            return state
-
     target, sampling = tiny_target(vocab=11), Sampling(1.0)
+    drafter = Shy(tiny_drafter(target, draft_vocab=8))
+    drafter.by_token = True
     tree = SampledTree((1, 1) if verifier.chains_only else (2, 1))
-    engine = Engine(target, ByToken(tiny_drafter(target, draft_vocab=8)), tree, verifier)
+    engine = Engine(target, drafter, tree, verifier)
     result = engine.generate([[3, 1, 4]] * 4000, max_new_tokens=3, sampling=sampling, seed=7)
     assert pvalue_of_tokens_2_and_3(target, [3, 1, 4], sampling, result) > 1e-3
     assert sum(a for row in result.rows for a in row.trace.accepted) > 4000 / 20
@@ -111,7 +104,7 @@ def test_traces_tell_what_was_drafted_for_a_row(tmp_path):
     for row in traced:
         committed = len(row.prompt)
         for r in row.rounds:
-            assert r.drafted == int(Shy.wanted(committed))
+            assert r.drafted == wanted(committed)
             assert (r.tree is None) == (r.drafted == 0)
             assert r.accepted <= r.drafted
             committed += r.accepted + 1

@@ -65,15 +65,9 @@ def compile_only(run, case: list[str], few: bool):
             tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
             usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-        line = {
-            "kernel": name,
-            "case": case[0],
-            "registers": registers,
-            "stack": stack,
-            "shared": kernel.metadata.shared,
-            "warps": kernel.metadata.num_warps,
-            "tensor_cores": "wgmma" in kernel.asm["ptx"] or "mma.sync" in kernel.asm["ptx"],
-        }
+        line = {"kernel": name, "case": case[0], "registers": registers, "stack": stack}
+        line |= {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps}
+        line["tensor_cores"] = "wgmma" in kernel.asm["ptx"] or "mma.sync" in kernel.asm["ptx"]
         print(json.dumps(line), flush=True)
 
     return instead

@@ -10,27 +10,28 @@ from specdec.verify import VERIFIERS, TypicalAcceptance, make_verifier
 
 run = test_generate.run  # the fixture
 PROMPT = ("--prompt", "The quick", "--max-new-tokens", 12)
+SGLANG = "--verifier sglang --verifier-args"
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("flags", "name", "lossless"),
     [
-        ((), "SampleAndMatch()", True),
-        (("--verifier", "rejection", "--sample-draft", "--topk", 3), "MultiRoundRejection()", True),
-        (("--verifier", "block", "--sample-draft", "--topk", 1), "BlockVerification()", True),
-        (("--verifier", "sglang"), "TwoThresholds(threshold_single=1.0, threshold_acc=1.0)", True),
+        ("", "SampleAndMatch()", True),
+        ("--verifier rejection --sample-draft --topk 3", "MultiRoundRejection()", True),
+        ("--verifier block --sample-draft --topk 1", "BlockVerification()", True),
+        ("--verifier sglang", "TwoThresholds(threshold_single=1.0, threshold_acc=1.0)", True),
         (
-            ("--verifier", "sglang", "--verifier-args", "threshold_single=.5,threshold_acc=.7"),
+            f"{SGLANG} threshold_single=.5,threshold_acc=.7",
             "TwoThresholds(threshold_single=0.5, threshold_acc=0.7)",
             False,
         ),
-        (("--verifier", "typical"), "TypicalAcceptance(epsilon=0.09, alpha=0.3)", False),
+        ("--verifier typical", "TypicalAcceptance(epsilon=0.09, alpha=0.3)", False),
     ],
 )
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_every_rule_is_named(run, flags, name, lossless, temperature):
-    code, out, err = run(*PROMPT, *flags, "--temperature", temperature, "--compare", "--json")
+    code, out, err = run(*PROMPT, *flags.split(), "--temperature", temperature, "--compare", "--json")
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
     assert (result["verifier"], result["lossless"]) == (name, lossless)
@@ -50,21 +51,21 @@ def test_a_lossy_rule_says_so_and_plain_decoding_has_none(run):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--verifier", "rejection"), "this tree does not draw them: give --sample-draft"),
-        (("--verifier", "block", "--sample-draft"), "verifies chains only"),
-        (("--verifier", "best"), f"there is no verifier 'best': choose one of {', '.join(VERIFIERS)}"),
-        (("--verifier", "sglang", "--verifier-args", "epsilon=1"), "and no 'epsilon'"),
-        (("--verifier-args", "epsilon=1"), "'match' has no settings, and no 'epsilon'"),
-        (("--verifier", "sglang", "--verifier-args", "threshold_acc"), "takes name=number"),
-        (("--verifier", "sglang", "--verifier-args", "threshold_acc=0"), r"must lie in (0, 1], got 0.0"),
-        (("--verifier", "sglang", "--verifier-args", "threshold_single=1.5"), r"must lie in (0, 1], got 1.5"),
-        (("--verifier", "typical", "--verifier-args", "epsilon=nan"), r"epsilon must lie in (0, 1], got nan"),
-        (("--sample-draft", "--num-draft-tokens", 9), "4 chains of topk * steps + 1 = 21 tokens, not 9"),
-        (("--sample-draft", "--steps", 0), "--steps must be at least 1"),
+        ("--verifier rejection", "this tree does not draw them: give --sample-draft"),
+        ("--verifier block --sample-draft", "verifies chains only"),
+        ("--verifier best", f"there is no verifier 'best': choose one of {', '.join(VERIFIERS)}"),
+        (f"{SGLANG} epsilon=1", "and no 'epsilon'"),
+        ("--verifier-args epsilon=1", "'match' has no settings, and no 'epsilon'"),
+        (f"{SGLANG} threshold_acc", "takes name=number"),
+        (f"{SGLANG} threshold_acc=0", r"must lie in (0, 1], got 0.0"),
+        (f"{SGLANG} threshold_single=1.5", r"must lie in (0, 1], got 1.5"),
+        ("--verifier typical --verifier-args epsilon=nan", r"epsilon must lie in (0, 1], got nan"),
+        ("--sample-draft --num-draft-tokens 9", "4 chains of topk * steps + 1 = 21 tokens, not 9"),
+        ("--sample-draft --steps 0", "--steps must be at least 1"),
     ],
 )
 def test_mistakes_are_one_sentence(run, flags, says):
-    code, _, err = run(*PROMPT, *flags)
+    code, _, err = run(*PROMPT, *flags.split())
     assert code == 2
     assert says in err
     assert err.count("\n") == 1

@@ -47,13 +47,16 @@ def golden_drafter(
     return family.construct(*layout.read(config, tensors, name), golden_target(ends), name).eval()
 
 
-def absorb(drafter: Drafter, feats: Tensor | None, tokens: Tensor, seen: int = 0) -> DraftState:
-    """The state after tokens [1,n] and their features, before which a text of `seen` positions was absorbed."""
-    n = tokens.shape[1]
+def absorb(
+    drafter: Drafter, feats: Tensor | None, tokens: Tensor, seen: int = 0, lens: Tensor | None = None
+) -> DraftState:
+    """The state after tokens [B,n] and their features, before which texts of `seen` positions were absorbed. lens [B]:
+    how many of the tokens count; None: all."""
+    lens = torch.full((len(tokens),), tokens.shape[1]) if lens is None else lens
     if seen:
-        return drafter.extend(feats, tokens, torch.tensor([n]), seen + n)
-    drafter.reset(1, 64)
-    return drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([n]))
+        return drafter.extend(feats, tokens, lens, seen + tokens.shape[1])
+    drafter.reset(len(tokens), 64)
+    return drafter.admit(0, tokens[:, 0], feats, tokens, lens)
 
 
 def drafted(drafter: Drafter, state: DraftState, steps: int | None = None) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from golden_blocks import absorb
 from helpers import (
     BLOCKS,
     DRAFTERS,
@@ -32,9 +33,7 @@ def test_unrolled_step_equals_decoding_level(prefix, kind):
     tokens = torch.randint(17, (2, length))  # token t+1 for feature t
     with torch.no_grad():
         unrolled = list(drafter.unroll(feats, tokens, steps))
-        drafter.reset(2, 64)
-        n = torch.full((2,), prefix)
-        state = drafter.admit(0, torch.zeros(2, dtype=torch.int64), feats[:, :prefix], tokens[:, :prefix], n)
+        state = absorb(drafter, feats[:, :prefix], tokens[:, :prefix])
         for j, expected in enumerate(unrolled):
             torch.testing.assert_close(state.logits[:, 0], expected.logits[:, prefix - 1], rtol=0, atol=1e-5)
             torch.testing.assert_close(state.hidden[:, 0], expected.hidden[:, prefix - 1], rtol=0, atol=1e-5)
@@ -65,8 +64,7 @@ def test_a_slot_in_training_is_the_slot_in_decoding(prefix, kind):
     for first in (0, 11):
         n = min(prefix, length - first)
         rows = slice(first, first + n)
-        drafter.reset(2, 64)
-        block = drafter.admit(0, tokens[:, 0], feats[:, rows], tokens[:, rows], torch.full((2,), n))
+        block = absorb(drafter, feats[:, rows], tokens[:, rows])
         state, inside = drafter.root(block), min(length - first - n, drafter.block - 1) + 1
         if sure is not None:
             drafted = tokens[:, first + n : first + n + inside - 1]
@@ -90,12 +88,8 @@ def test_extending_in_pieces_equals_extending_at_once(kind):
     target = tiny_target()
     drafter = tiny_parallel(target, kind) if kind in PARALLEL else DRAFTERS[kind](target)
     feats, tokens = torch.randn(2, 9, len(drafter.taps) * 32), torch.randint(17, (2, 9))
-    first = torch.tensor([3, 4])
-    drafter.reset(2, 64)
-    whole = drafter.admit(0, first, feats, tokens, torch.tensor([9, 9])).logits
-    drafter.reset(2, 64)
-    done = torch.tensor([3, 2])
-    state = drafter.admit(0, first, feats[:, :4], tokens[:, :4], done)
+    whole, done = absorb(drafter, feats, tokens).logits, torch.tensor([3, 2])
+    state = absorb(drafter, feats[:, :4], tokens[:, :4], lens=done)
     for n in (torch.tensor([2, 3]), torch.tensor([4, 0]), torch.tensor([0, 4])):
         if drafter.block is None:
             own = torch.eye(2, dtype=torch.bool).expand(2, 2, 2)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from golden_blocks import absorb
 from helpers import DRAFTERS, texts_of, tiny_target
 
 from specdec.api import DEMO_TARGET, generate, load_target
@@ -370,8 +371,7 @@ def test_a_drafter_sees_its_weights_as_they_are(name, learns):
     feats = torch.randn(1, 3, len(drafter.taps) * target.config.hidden)
 
     def decoded() -> torch.Tensor:
-        drafter.reset(1, 16)
-        return drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor([3])).logits[0, 0]
+        return absorb(drafter, feats, tokens).logits[0, 0]
 
     def unrolled() -> torch.Tensor:
         return next(iter(drafter.unroll(feats, tokens, 1))).logits[0, -1]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden_blocks import absorb
 from helpers import tiny_drafter, tiny_target
 from safetensors.torch import load_file
 
@@ -36,8 +37,7 @@ def start(drafter, target, b=3):
     tokens = torch.randint(target.config.vocab, (b, 6), generator=g)
     feats = torch.randn(b, 6, len(drafter.taps) * target.config.hidden, generator=g)
     n = torch.tensor([6, 2, 4])[:b]
-    drafter.reset(b, 64)
-    state = drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats if drafter.taps else None, tokens, n)
+    state = absorb(drafter, feats if drafter.taps else None, tokens, lens=n)
     return tokens.gather(1, n[:, None] - 1).squeeze(1), state
 
 
@@ -129,10 +129,9 @@ EXPANSIONS = [(3, 2, 1), (1, 1, 1), (2,), (1, 3), (2, 1, 3)]
 def same_start(drafter, target, b=2):
     """The drafter's state after six positions, the same in every row."""
     g = torch.Generator().manual_seed(4)
-    drafter.reset(b, 64)
     feats = torch.randn(1, 6, len(drafter.taps) * target.config.hidden, generator=g).expand(b, -1, -1)
     tokens = torch.randint(17, (1, 6), generator=g).expand(b, -1)
-    return drafter.admit(0, torch.zeros(b, dtype=torch.int64), feats, tokens, torch.full((b,), 6))
+    return absorb(drafter, feats, tokens)
 
 
 def grow_drawn(policy, drafter, target, sampling, b=2):

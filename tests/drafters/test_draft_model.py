@@ -42,13 +42,16 @@ def target(target_path):
 
 
 def test_a_language_model_on_disk_is_recognised(target, target_path, tmp_path):
-    """With the target's tokenizer, with none, and for a target that has none."""
+    """With the target's tokenizer, with none, and for a target that has none. It takes the target's dtype."""
     save_hf(tmp_path / "small", "qwen3", vocab_size=target.config.vocab, num_hidden_layers=1, head_dim=8)
     drafter = load_drafter(tmp_path / "small", target)
     assert isinstance(drafter, DraftModel)
     assert len(drafter.model.blocks) == 1
     assert isinstance(load_drafter(target_path, target), DraftModel)
-    assert isinstance(load_drafter(target_path, load_target(target_path, tokenizer=False)), DraftModel)
+    for how, dtype in (({"tokenizer": False}, torch.float32), ({"dtype": "bf16"}, torch.bfloat16)):
+        other = load_drafter(target_path, load_target(target_path, **how))
+        assert isinstance(other, DraftModel)
+        assert {p.dtype for p in other.parameters()} == {dtype}
     prompt = target.tokenizer("The quick brown")["input_ids"]
     fast = texts_of(Engine(target, drafter, DynamicTree()), [prompt], max_new_tokens=30)
     assert fast == texts_of(Engine(target), [prompt], max_new_tokens=30)
@@ -66,12 +69,6 @@ def test_a_language_model_on_disk_is_recognised(target, target_path, tmp_path):
 def test_heads_are_not_taken_for_language_models(architecture, tensor, is_one):
     config, tensors = {"architectures": [architecture]}, {tensor: torch.zeros(1)}
     assert draft_model.is_language_model(config, tensors) == is_one
-
-
-def test_it_takes_the_targets_dtype(target_path):
-    target = load_target(target_path, dtype="bf16")
-    drafter = load_drafter(target_path, target)
-    assert {p.dtype for p in drafter.parameters()} == {torch.bfloat16}
 
 
 def test_another_vocabulary_is_refused(target, tmp_path):

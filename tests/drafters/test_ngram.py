@@ -134,13 +134,6 @@ def test_long_matches_neither_overflow_nor_lose_the_rest():
     assert not math.isnan(state.logits.softmax(-1).sum())
 
 
-def test_a_draft_vocabulary_takes_its_columns():
-    texts = random_texts(3, [30])
-    whole = absorb(ngram.create(tiny_target(V)), texts).logits
-    part = absorb(ngram.create(tiny_target(V), vocab=DraftVocab(V, torch.tensor([0, 2]))), texts).logits
-    assert torch.equal(part, whole[..., [0, 2]])
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import assert_as_alone, tiny_drafter, tiny_target
+from helpers import assert_as_alone, finish, tiny_drafter, tiny_target
 from policies import Depths
 from tape import Interpreted, Tape
 from test_graphs import SHORT, parts
@@ -158,13 +158,12 @@ class Slow(Interpreted):
 def test_a_policy_learns_when_rounds_take_another_time(unpacked):
     """The policy hears it once for each number of rows and levels. Reports say which rounds were recorded."""
     target, drafter, tree = parts("eagle3", "chain")
-    policy, reported, captured = Depths(3), [], 0
+    policy, reported = Depths(3), []
     policy.changed = lambda *what: reported.append(what)
     engine = Engine(target, drafter, tree, graphs=Slow(), adaptive=policy)
     engine.reserve(2, 100)
     rows = [engine.add(p, max_new_tokens=n, eos=frozenset()) for p, n in (([3, 5, 7], 90), ([1], 40))]
-    while (report := engine.step()) is not None:
-        captured += report.captured
+    captured = sum(report.captured for report in finish(engine))
     assert sorted(reported) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
     assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.backend.made) == 8
     assert_as_alone(target, rows)

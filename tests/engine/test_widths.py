@@ -80,8 +80,7 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
         engine.reserve(5, 200, reads=Reads.TOKENS)
         for i in range(4):
             engine.add([1 + i, 2], max_new_tokens=20 + 5 * i, eos=eos)
-        while (report := engine.step()) is not None:
-            levels.add(report.nodes - 1)
+        levels |= {report.nodes - 1 for report in finish(engine)}
     assert levels <= {0, 3}
     assert len(made) == 8
     monkeypatch.setattr("specdec.tuning.engines.measure_engine", None)

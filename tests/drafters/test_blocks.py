@@ -36,16 +36,13 @@ def along(drafter: BlockDrafter, first: DraftState, tokens: torch.Tensor) -> Ite
         yield state
 
 
+MIXED = ["full_attention", "sliding_attention"]
 CASES = {
     "dflash": ("dflash", "dflash", {}),
     "dflash in the layout of speculators": ("speculators", "dflash", {}),
     "deepspec": ("deepspec", "deepspec", {}),
-    "windows, causal": ("dflash", "sliding_causal", {"layer_types": ["full_attention", "sliding_attention"]}),
-    "windows": (
-        "dflash",
-        "sliding_noncausal",
-        {"layer_types": ["full_attention", "sliding_attention"], "is_causal": False},
-    ),
+    "windows, causal": ("dflash", "sliding_causal", {"layer_types": MIXED}),
+    "windows": ("dflash", "sliding_noncausal", {"layer_types": MIXED, "is_causal": False}),
 }
 
 

@@ -35,11 +35,10 @@ def test_rows_that_come_and_go(target, kind, monkeypatch):
         return state
 
     monkeypatch.setattr(Controller, "admit", watched)
+    never = property(lambda self: False, lambda self, value: None)
     for whole in (1, 32, None):  # positions absorbed at once; None: in each round
         if whole is None:
-            monkeypatch.setattr(
-                Controller, "defers", property(lambda self: False, lambda self, value: None), raising=False
-            )
+            monkeypatch.setattr(Controller, "defers", never, raising=False)
         else:
             monkeypatch.setattr("specdec.engine.controller.ABSORBED", whole)
         policy = Restless(3)

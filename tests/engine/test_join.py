@@ -114,9 +114,8 @@ def test_a_trace_of_rows_that_join():
     rows = [engine.add(**job(i, (Sampling(),))) for i in range(6)]
     while (report := engine.step()) is not None:
         recorder(report)
-    assert [(r.prompt, r.tokens, r.finish, r.trace) for r in recorder.trace.rows] == [
-        (row.prompt, row.tokens, row.finish, row.trace) for row in rows
-    ]
+    seen, made = ([(r.prompt, r.tokens, r.finish, r.trace) for r in some] for some in (recorder.trace.rows, rows))
+    assert seen == made
 
 
 def test_what_does_not_fit_is_said():

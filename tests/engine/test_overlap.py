@@ -196,9 +196,8 @@ def test_what_an_observer_reads(graphs, monkeypatch):
     copied, copy = [], executor.copy_of
     monkeypatch.setattr(executor, "copy_of", lambda value: copied.append(value) or copy(value))
     target = tiny_target(layers=1)
-    engine = Engine(
-        target, tiny_drafter(target), SampledTree((2, 2)), make_verifier("rejection"), graphs=Tape() if graphs else None
-    )
+    parts = target, tiny_drafter(target), SampledTree((2, 2)), make_verifier("rejection")
+    engine = Engine(*parts, graphs=Tape() if graphs else None)
     watches = [Watch(reads) for reads in Reads]
     everything = Watch(Reads.TOKENS)
     engine.generate(**HOW, sampling=SAMPLED, observer=watches[0])

@@ -57,8 +57,6 @@ def test_tree_select(device, w, steps, n, ties):
 def test_candidates_that_cannot_be_come_last(device):
     """A path of probability 0 is selected only where nothing else is left."""
     scores = torch.tensor([[-1.0, -torch.inf, -1.5, -torch.inf, -torch.inf, -torch.inf]])
-    parents = torch.tensor([[0, 0, 1, 1, 2, 2]])
-    made = tree_select.launch(
-        *(x.to(device) for x in (torch.tensor([7]), torch.arange(6)[None], scores, parents)), 4, 2
-    )
+    given = torch.tensor([7]), torch.arange(6)[None], scores, torch.tensor([[0, 0, 1, 1, 2, 2]])
+    made = tree_select.launch(*(x.to(device) for x in given), 4, 2)
     assert [x.tolist() for x in made[:3]] == [[[7, 0, 1, 2]], [[0, 0, 0, 1]], [[0, 1, 1, 2]]]

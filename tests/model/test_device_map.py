@@ -29,11 +29,9 @@ def test_layers_on_disk_decode_the_same_text(spread, target_path, drafter_path):
     assert sum(placed.values()) == sum(p.nbytes for p in held.parameters())
     assert (spread.device.type, spread.config) == ("cpu", held.config)
     torch.testing.assert_close(spread.final_gain(), held.final_gain())
+    pairs = [(target, "The quick", load_drafter(drafter_path, target)) for target in (spread, held)]
     for how in ({}, {"temperature": 0.9, "seed": 3}):
-        texts = [
-            generate(target, "The quick", load_drafter(drafter_path, target), max_new_tokens=16, **how).rows[0].tokens
-            for target in (spread, held)
-        ]
+        texts = [generate(*pair, max_new_tokens=16, **how).rows[0].tokens for pair in pairs]
         assert texts[0] == texts[1]
 
 

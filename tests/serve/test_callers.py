@@ -114,6 +114,5 @@ def test_a_lack_of_file_descriptors_is_one_line(capsys):
     for _ in range(1000):
         handler(loop, {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "many")})
     loop.close()
-    assert capsys.readouterr().err.splitlines() == [
-        "warning: no file descriptor is free, so new connections wait: raise `ulimit -n`"
-    ]
+    warning = "warning: no file descriptor is free, so new connections wait: raise `ulimit -n`\n"
+    assert capsys.readouterr().err == warning

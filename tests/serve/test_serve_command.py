@@ -28,10 +28,7 @@ from specdec.engine.trace_files import read_trace
 from specdec.serve import serve_command
 from specdec.serve.serve_command import apart, listen, policy_of, tree_of
 
-main = main_of("serve")
-
-
-refused = partial(helpers.refused, main)
+refused = partial(helpers.refused, main_of("serve"))
 
 
 @pytest.mark.parametrize(
@@ -65,9 +62,8 @@ def test_a_process_serves_and_ends_what_runs_when_it_is_stopped(target_path, dra
     words = ["--target", str(target_path), "--draft", str(drafter_path), "--port", "0", "--topk", "3", "--steps", "3"]
     words += ["--adaptive", "table:1=3,4=1", "--trace", str(tmp_path / "trace"), "--api-key", "secret-key"]
     command = [sys.executable, "-m", "specdec", "serve", *words, "--served-model-name", "tiny"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
+    process = subprocess.Popen(command, text=True, **how)
     guard = threading.Timer(500, process.kill)
     guard.start()
     try:

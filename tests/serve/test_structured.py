@@ -78,8 +78,7 @@ async def test_a_grammar_that_gives_up_ends_its_request_only(server, monkeypatch
     monkeypatch.setattr(TextMatcher, "allowed", lambda self: None)
     monkeypatch.setattr(TextMatcher, "take", lambda self, token: False)
     given_up = ASKED | {OUTPUTS: {"json": {"const": "given up"}}}
-    free, _ = await asyncio.gather(
-        server.post(CHAT, **ASKED, seed=7), server.refused(400, "too complex", OUTPUTS, path=CHAT, json=given_up)
-    )
+    refused = server.refused(400, "too complex", OUTPUTS, path=CHAT, json=given_up)
+    free, _ = await asyncio.gather(server.post(CHAT, **ASKED, seed=7), refused)
     expected = solo(server.target, ASKED["messages"], 60, seed=(7, 0), temperature=0.9)
     assert free["choices"][0]["message"]["content"] == expected.text

@@ -163,8 +163,7 @@ def test_a_run_from_python_trains_a_checkpoint_further(pair, target_path, drafte
     assert run.drafter.vocab.ids.tolist() == drafter.vocab.ids.tolist()
     assert any((a != b).any() for a, b in zip(run.drafter.parameters(), drafter.parameters(), strict=True))
     assert repr(run).startswith("Training(Eagle3(taps ")
-    again = specdec.train(tmp_path / "my data.jsonl", steps=2, resume=True, **given)
-    assert again.losses == run.losses
+    assert specdec.train(tmp_path / "my data.jsonl", steps=2, resume=True, **given).losses == run.losses
     with pytest.raises(ValueError, match="holds a run already"):
         specdec.train(tmp_path / "my data.jsonl", steps=2, **given)
     plain, fast = (specdec.generate(target, HI, one, max_new_tokens=8) for one in (None, run.drafter))

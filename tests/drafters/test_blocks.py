@@ -194,7 +194,6 @@ def test_dspark_files_are_read(layout, kind):
 
 def test_a_domino_checkpoint_without_a_prefix_keeps_the_first_slot():
     """As SpecForge's `pure_draft_prefix_len` does where config.json leaves it out."""
-    tensors = {"embed_proj.0.weight": torch.zeros(4, 14)}
-    found = conditional_of({}, SimpleNamespace(hidden=8), tensors, "x")
+    found = conditional_of({}, SimpleNamespace(hidden=8), {"embed_proj.0.weight": torch.zeros(4, 14)}, "x")
     assert found == {"conditional": "domino", "rank": 4, "head": {"state": 6, "prefix": 1}}
     assert Domino(DraftVocab(12), torch.zeros(12, 8), rank=4).prefix == 1

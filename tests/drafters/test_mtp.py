@@ -165,8 +165,7 @@ def test_qwen3_next_head_equals_its_layer(dense):
     rope = Qwen3NextRotaryEmbedding(config)(feats, torch.arange(9)[None])
     mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
     expected = head["norm"](head["layers"][0](head["fc"](torch.cat(x, -1)), rope, attention_mask=mask))
-    state = absorb(drafter, feats, tokens)
-    torch.testing.assert_close(state.hidden[0, 0], expected[0, -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(absorb(drafter, feats, tokens).hidden[0, 0], expected[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def mimo_folder(folder):
@@ -183,8 +182,7 @@ def glm_folder(folder):
     """A small GLM-4.5, whose target runs through transformers' modules, with its head."""
     main = glm()
     main.save_pretrained(folder)
-    head = published(mtp_head(main))
-    edit_tensors(folder, **{name: value.contiguous().clone() for name, value in head.items()})
+    edit_tensors(folder, **{name: value.contiguous().clone() for name, value in published(mtp_head(main)).items()})
 
 
 @pytest.mark.parametrize("feedback", [None, "pre"])

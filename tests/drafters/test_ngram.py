@@ -122,13 +122,11 @@ def test_levels_grow_with_the_match():
         ({"reach": None}, [0, ngram.ALL, ngram.ALL, ngram.ALL, ngram.ALL]),
         ({"reach": None, "min_ngram": 2}, [0, 0, ngram.ALL, ngram.ALL, 0]),
     ):
-        state = absorb(ngram.create(tiny_target(V), **settings), texts)
-        assert state.levels.tolist() == expected
+        assert absorb(ngram.create(tiny_target(V), **settings), texts).levels.tolist() == expected
 
 
 def test_long_matches_neither_overflow_nor_lose_the_rest():
-    drafter = ngram.create(tiny_target(V), mode="suffix", max_ngram=300)
-    state = absorb(drafter, [[0, 1] * 400])
+    state = absorb(ngram.create(tiny_target(V), mode="suffix", max_ngram=300), [[0, 1] * 400])
     assert state.logits.isfinite().all()
     assert state.logits.argmax() == 0
     assert not math.isnan(state.logits.softmax(-1).sum())

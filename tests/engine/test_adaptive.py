@@ -271,8 +271,7 @@ def test_a_fit_on_censored_labels_finds_the_truth():
         right = draw.random((8, 3)) < 1 / (1 + np.exp(-(truth + 0.6 * np.log(p / (1 - p)))))
         n = right.cumprod(1).sum(1)
         path = np.where(np.arange(4) <= n[:, None], np.arange(4), 0)
-        draft = trees_of(p.tolist(), [0, 0, 1, 2])
-        estimator.learn(Outcome(3, 4, n.tolist(), [False] * 8, draft, path))
+        estimator.learn(Outcome(3, 4, n.tolist(), [False] * 8, trees_of(p.tolist(), [0, 0, 1, 2]), path))
     np.testing.assert_allclose(estimator.weights, [*truth, 0.6], atol=0.15)
 
 
@@ -289,8 +288,7 @@ def test_costs_are_measured_and_policies_are_made_by_name(target, tmp_path, monk
         patch.setattr("specdec.tuning.engines.measure_engine", lambda *_: pytest.fail("measured again"))
         assert adaptive_engine("survival", Workload(3), target, drafter, tree).adaptive.costs.points == measured.points
     for name in ("fixed", "table:1=2,2=0", "ema", "survival:told", "survival:margin", "survival:confidence"):
-        engine = adaptive_engine(name, Workload(3), target, drafter, tree)
-        come_and_go(engine, [job(i) for i in range(4)], rows=3)
+        come_and_go(adaptive_engine(name, Workload(3), target, drafter, tree), [job(i) for i in range(4)], rows=3)
     for name in ("fast", "ema:2", "survival:luck", "table:9"):
         with pytest.raises(ValueError, match=r"there is no|table"):
             adaptive_engine(name, Workload(3), target, drafter, tree)

@@ -178,8 +178,7 @@ def test_rows_are_written_into_the_memory_itself(unpacked):
     compiled = Engine(target, drafter, policy, graphs=Interpreted())
     assert not compiled.overlap
     compiled.generate(**SHORT, observer=lambda report: saved.append(report.tree))
-    places = {tree.tokens.data_ptr() for tree in saved[1:]}
-    assert len(places) == len(saved) - 1 > 2
+    assert len({tree.tokens.data_ptr() for tree in saved[1:]}) == len(saved) - 1 > 2
     (graph,) = compiled.graphs.backend.made
     written = [node.args[0] for node in graph.module.graph.nodes if node.target is torch.ops.aten.index_put_.default]
     # Keys and values of three layers; the accepted nodes of these; four levels of the drafter's only layer.

@@ -199,8 +199,7 @@ def test_nobody_waits_where_nothing_runs():
     engine = Engine(tiny_target())
     engine.reserve(2, 48, part=PART)
     row = engine.add([2, 8] * 12, max_new_tokens=12, eos=frozenset())
-    kinds = [engine.step().prefill for _ in range(8)]
-    assert kinds == [True] * 6 + [False] * 2  # 24 tokens
+    assert [engine.step().prefill for _ in range(8)] == [True] * 6 + [False] * 2  # 24 tokens
     assert len(row.tokens) == 3
 
 

@@ -52,13 +52,11 @@ class Live(TorchDispatchMode):
 def test_caches_to_the_byte(drafter):
     target = tiny_target()
     drafter = DRAFTERS[drafter](target)
-    round_ = Round(target, drafter, DynamicTree(3, 3, 9), sample_and_match)
-    wanted = plan(round_, Request(batch=2, prompt=5, room=40))
+    wanted = plan(Round(target, drafter, DynamicTree(3, 3, 9), sample_and_match), Request(batch=2, prompt=5, room=40))
     # Embeddings, and for some the head, are the target's.
     own = {p.data_ptr(): p.nbytes for m in (target, drafter) for p in (*m.parameters(), *m.buffers())}
     assert wanted.weights == sum(own.values())
-    cache = target.new_cache(2, 40 + 4 + 9)
-    assert wanted.target_cache == sum(kv.nbytes for kv in cache.layers)
+    assert wanted.target_cache == sum(kv.nbytes for kv in target.new_cache(2, 40 + 4 + 9).layers)
     drafter.reset(2, 40 + 4 + 6)
     allocated = 0 if drafter.cache is None else sum(kv.nbytes for kv in drafter.cache.memory)
     if isinstance(drafter, NGram):  # it keeps the texts themselves, from the first row on
@@ -70,14 +68,12 @@ def test_caches_to_the_byte(drafter):
 def test_the_work_by_hand():
     """Layers, masks, logits, a draft level and small parts; then what draws and penalties add."""
     target, size = tiny_target(), Request(batch=2, prompt=5, room=40)
-    engine = Engine(target, tiny_drafter(target), TREE)
-    wanted = plan(engine.round, size)
+    wanted = plan(Engine(target, tiny_drafter(target), TREE).round, size)
     assert wanted.round == 48 * 5824 + 48 * 69 * 4 * 5 + 48 * 17 * 4 + 2 * 4 * 17 * 16 + 2**20 + 13248
     assert wanted.graphs == 0
     plain = Round(target, None, None, sample_and_match)
     work = 2 * 3776 + 2 * 42 * 4 * 5 + 34 * 4 + 2**20 + 8064
-    drawn = replace(size, greedy=False)
-    requests = size, replace(size, penalised=True), drawn
+    requests = size, replace(size, penalised=True), replace(size, greedy=False)
     assert [plan(plain, x).round - work for x in requests] == [0, 34 * 32, 34 * 56 + 34 * 12]
 
 

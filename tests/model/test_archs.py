@@ -123,8 +123,7 @@ def test_gemma3_half_precision_rounds_as_transformers_does(tmp_path):
     _, feats = target(ids, None, taps=(0,))
     first = model(ids, output_hidden_states=True).hidden_states[0]
     assert torch.equal(feats, first)
-    norm = model.model.layers[0].input_layernorm
-    assert torch.equal(target.blocks[0].input_norm(first[0]), norm(first[0]))
+    assert torch.equal(target.blocks[0].input_norm(first[0]), model.model.layers[0].input_layernorm(first[0]))
 
 
 OLDER_GEMMA3 = {"rope_theta": 5e3, "rope_local_base_freq": 300.0, "sliding_window_pattern": 2}

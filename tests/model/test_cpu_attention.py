@@ -71,8 +71,7 @@ def test_it_is_the_formula(dim, heads, kv_heads, n, nodes):
 
 def test_a_row_that_has_ended_may_lie_behind_all_slots():
     cache = filled_cache([SLOTS - 2, SLOTS + 9], 2, 32, 2)
-    out = attended(cache, torch.randn(2, 2, 4, 32), 2)
-    assert out[0].isfinite().all()
+    assert attended(cache, torch.randn(2, 2, 4, 32), 2)[0].isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -88,8 +87,7 @@ def test_what_it_does_not_know_goes_to_torch(n, dim, dtype, window):
     cache = KVCache(1, 1, SLOTS, 2, dim, like=torch.zeros(0, dtype=dtype))
     cache.lens.fill_(20)
     cache.max_len = 20
-    depth = torch.arange(n)[None]
-    assert CacheView(cache, n, None, 2, depth=depth, window=window).seen is None
+    assert CacheView(cache, n, None, 2, depth=torch.arange(n)[None], window=window).seen is None
 
 
 def random_target(**settings) -> Target:

@@ -87,8 +87,7 @@ def test_logits_and_texts_are_those_of_transformers(family, tmp_path, tokenizer)
         wanted = theirs.generate(tokens[:1, :9], max_new_tokens=24, do_sample=False, eos_token_id=None)[0, 9:]
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     target.eos = frozenset()
-    row = generate(target, [tokens[0, :9].tolist()], max_new_tokens=24).rows[0]
-    assert row.tokens == wanted.tolist()
+    assert generate(target, [tokens[0, :9].tolist()], max_new_tokens=24).rows[0].tokens == wanted.tolist()
 
 
 def test_tokenizer_template_and_ends_are_the_files_own(tmp_path, tokenizer):

@@ -140,8 +140,7 @@ def test_the_experts_of_a_round_are_counted(experts, tmp_path):
     for tree in (Chain(1), DynamicTree(3, 3, 9)):
         trace = traced(Engine(experts, drafter, tree), [[3, 5, 7, 9]])
         counts.append(experts_per_verification(trace.rows))
-        nodes = tree.num_draft_tokens
-        assert all(2 <= r.experts <= min(16, 2 * nodes) for row in trace.rows for r in row.rounds)
+        assert all(2 <= r.experts <= min(16, 2 * tree.num_draft_tokens) for row in trace.rows for r in row.rounds)
     assert counts[0] < counts[1]
     write_trace(trace, tmp_path / "trace")
     assert experts_per_verification(read_trace(tmp_path / "trace").rows) == counts[1]

@@ -148,8 +148,7 @@ async def one_of_many(server, number: int, gate: asyncio.Semaphore) -> dict:
     expected = solo(server.target, body["prompt"], how["max_tokens"], **rest)
     async with gate:
         if number % 2:
-            options = {"include_usage": True}
-            events = await server.stream(TEXT, **body, stop=stop or None, stream_options=options)
+            events = await server.stream(TEXT, **body, stop=stop or None, stream_options={"include_usage": True})
             text, usage = content(events), events[-1]["usage"]
         else:
             whole = await server.post(TEXT, **body, stop=stop)

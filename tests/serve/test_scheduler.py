@@ -226,8 +226,7 @@ def test_first_come_first_served_within_the_budget_of_a_prefill():
     assert all(len(group) * max(map(len, group)) <= 20 for group in groups if group != [jobs[4].job.prompt])
     assert max(map(len, groups)) > 1
     assert groups[:2] == [[jobs[0].job.prompt, jobs[1].job.prompt], [jobs[2].job.prompt, jobs[3].job.prompt]]
-    kinds = [prefill for prefill, _ in steps]
-    assert not any(first and second for first, second in pairwise(kinds))
+    assert not any(first and second for (first, _), (second, _) in pairwise(steps))
     assert max(len(prompts) for _, prompts in steps) <= 4
 
 

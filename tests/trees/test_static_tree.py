@@ -39,8 +39,7 @@ def test_every_node_is_what_its_own_path_drafts(name):
             token = drafter.vocab.to_target(ids[:, :, rank])
             logq = logq + gains[:, 0, rank]
             if depth < len(path):
-                ancestors = torch.ones(3, 1, depth, dtype=torch.bool)
-                state = drafter.step(token, state.hidden, depth, ancestors)
+                state = drafter.step(token, state.hidden, depth, torch.ones(3, 1, depth, dtype=torch.bool))
         assert torch.equal(tree.tokens[:, node], token[:, 0]), path
         torch.testing.assert_close(tree.logq[:, node], logq)
 
@@ -130,8 +129,7 @@ def test_answers_of_one_token_make_no_file(target_path, drafter_path, tmp_path):
     save_drafter(load_drafter(drafter_path, target := load_target(target_path)), draft, target)
     prompts.write_text("what is a tree?\n")
     words = ["--target", target_path, "--draft", draft, "--prompts", prompts, "--raw", "--out", tmp_path / "tree.yaml"]
-    said = refused(main_of("tune tree"), *words, "--max-new-tokens", 1, "--keep")
-    assert "every answer is one token long" in said
+    assert "every answer is one token long" in refused(main_of("tune tree"), *words, "--max-new-tokens", 1, "--keep")
     assert not (tmp_path / "tree.yaml").exists()
     for tokens in (1, 4):  # a training run, which continues without the file
         assert read_acceptance(draft) is None

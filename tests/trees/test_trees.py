@@ -246,8 +246,7 @@ def test_a_heap_finds_the_same(topk, steps, nodes):
     tree = over(BlockTree(topk, steps, nodes), logp)
     check_invariants(tree, nodes)
     for row, order in enumerate(logp.argsort(dim=-1, descending=True)):
-        sorted_logp = logp[row].gather(1, order)
-        expected = by_heap(sorted_logp.tolist(), topk, nodes - 1)
+        expected = by_heap(logp[row].gather(1, order).tolist(), topk, nodes - 1)
         ours = paths_of(tree.parents[row].tolist(), tree.tokens[row].tolist())
         ranks = [tuple(order[d].tolist().index(token) for d, token in enumerate(path)) for path in ours]
         assert set(ranks) == expected

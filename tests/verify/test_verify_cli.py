@@ -35,8 +35,7 @@ def test_every_rule_is_named(run, flags, name, lossless, temperature):
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
     assert (result["verifier"], result["lossless"]) == (name, lossless)
-    asked = temperature == 0 or name == "SampleAndMatch()"
-    assert result["identical"] is (True if asked else None)
+    assert result["identical"] is (True if temperature == 0 or name == "SampleAndMatch()" else None)
 
 
 def test_a_lossy_rule_says_so_and_plain_decoding_has_none(run):

@@ -212,8 +212,7 @@ def test_a_node_is_left_with_the_probability_of_its_children(verifier, children)
     """In any order. Multi-round rejection of children that nobody drew is the walk of EAGLE-2: accept x with p(x), or
     drop x from p and renormalise."""
     _, n = fixed_tokens(verifier, children, [], ROWS)
-    p = filtered_probs(TARGET[0], WARM)
-    close((n == 2).float().mean(), p[children].sum().item(), ROWS)
+    close((n == 2).float().mean(), filtered_probs(TARGET[0], WARM)[children].sum().item(), ROWS)
 
 
 def thresholds_law(verifier, p, first, second):

@@ -98,10 +98,6 @@ def live_bytes(objects: list) -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
 
 
-def lend(call: tuple) -> tuple:
-    return tree_map(lambda value: value() if isinstance(value, Borrowed) else value, call)
-
-
 class Tape:
     """An executor for tests."""
 
@@ -125,7 +121,7 @@ class Tape:
         def replay(_):
             self.rows.append(rows)
             for call in calls:
-                again(*lend(call))
+                again(*tree_map(lambda value: value() if isinstance(value, Borrowed) else value, call))
             return made
 
         return replay

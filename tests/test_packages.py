@@ -48,10 +48,6 @@ def imports(path: Path) -> tuple[set[str], set[str]]:
     return tuple({name.split(".")[0] for name in names} - own for names in (at_once, anywhere))
 
 
-def python_files() -> list[Path]:
-    return [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-
-
 def imported(*folders: str) -> tuple[set[str], set[str]]:
     found = [imports(path) for folder in folders for path in (ROOT / folder).rglob("*.py")]
     return set().union(*(f[0] for f in found)), set().union(*(f[1] for f in found))
@@ -63,7 +59,8 @@ def test_what_the_program_imports_is_what_is_declared():
     assert anywhere | LOADED == set(needed) | set(optional)
     # `specdec serve` looks for its extra before it imports the modules next to it.
     server = {module for module in imported("specdec/serve")[0] if module in declared(EXTRAS["serve"])}
-    others = {module for path in python_files() if path.parent.name != "serve" for module in imports(path)[0]}
+    files = (path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    others = {module for path in files if path.parent.name != "serve" for module in imports(path)[0]}
     assert at_once - server <= set(needed), "extras are imported where they are used, and refused there if missing"
     assert not server & others
 

@@ -13,7 +13,7 @@ from test_conf_matrix import NAMES, fresh_drafter
 
 from specdec import Engine, ops
 from specdec.drafters.ngram import NGram
-from specdec.engine.recorder import Recorder, TracedTree
+from specdec.engine.recorder import Recorder
 from specdec.model.target import Target
 from specdec.ops import kernel_for, native
 from specdec.trees import Chain, DynamicTree
@@ -62,11 +62,6 @@ def windowed_target() -> Target:
     return random_model(config, std=0.5)
 
 
-def nodes_of(tree: TracedTree | None) -> tuple | None:
-    """Tokens and parents; None for a round that drafted nothing."""
-    return tree and (tree.tokens.tolist(), tree.parents.tolist())
-
-
 @pytest.mark.matrix
 @on_devices
 @pytest.mark.parametrize("tree", [Chain(3), DynamicTree(2, 3, 6)], ids=["chain", "dynamic"])
@@ -84,7 +79,8 @@ def test_every_drafter_drafts_the_same(device, name, tree, windowed_target, trit
         recorder = Recorder()
         engine.generate([[3, 5, 7, 3, 5, 7]], max_new_tokens=7, eos=frozenset(), observer=recorder)
         rounds = recorder.trace.rows[0].rounds
-        results.append([(r.accepted, r.path, nodes_of(r.tree)) for r in rounds])
+        trees = [r.tree and (r.tree.tokens.tolist(), r.tree.parents.tolist()) for r in rounds]
+        results.append([(r.accepted, r.path, nodes) for r, nodes in zip(rounds, trees, strict=True)])
     assert results[0] == results[1]
     assert any(accepted for accepted, *_ in results[0]), "nothing was accepted: the test shows little"
 

@@ -152,8 +152,7 @@ def drafted(drafter: RecurrentDrafter, chain) -> tuple[torch.Tensor, torch.Tenso
     feats, tokens = torch.randn(rows, longest, width), torch.randint(drafter.vocab.target_size, (rows, longest))
     drafter.reset(rows + 1, longest + STEPS)  # a row more than are in use
     state = drafter.admit(0, tokens[:, 0], feats, tokens, torch.tensor(LENS))
-    found = chain(drafter, state, STEPS, LIKELIEST)
-    return *found, drafter.cache.memory
+    return *chain(drafter, state, STEPS, LIKELIEST), drafter.cache.memory
 
 
 @torch.inference_mode()

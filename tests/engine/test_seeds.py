@@ -80,8 +80,7 @@ TREES = {
 
 def missed(tree: str, temperature: float = 1.0) -> int:
     """Count the rounds in which a drafter that is the target has a draft refused. Trees hold all first children."""
-    target = tiny_target()
-    engine = Engine(target, DraftModel(tiny_target()), TREES[tree], children="coupled")
+    engine = Engine(tiny_target(), DraftModel(tiny_target()), TREES[tree], children="coupled")
     rows = engine.generate(PROMPTS, max_new_tokens=25, sampling=Sampling(temperature), eos=frozenset()).rows
     return sum(a < engine.policy.steps for row in rows for a in row.trace.accepted)
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("llguidance")
 
-from clients import CHAT, TEXT, served, solo
+from clients import CHAT, TEXT, content, served, solo
 
 from specdec.sampling.json_grammar import TextMatcher
 
@@ -50,8 +50,7 @@ async def test_answers_are_of_their_form_and_those_beside_them_are_free(server):
     expected = solo(server.target, ASKED["messages"], 60, seed=(7, 0), temperature=0.9)
     assert said[1] == said[5] == [expected.text]
     again = await server.stream(CHAT, **bodies[0][1], stream_options={"include_usage": True})
-    pieces = [event["choices"][0]["delta"]["content"] for event in again if event["choices"]]
-    assert "".join(pieces) == said[0][0]
+    assert content(again) == said[0][0]
     assert again[-1]["usage"] == answers[0]["usage"]
 
 

@@ -130,8 +130,7 @@ def same_start(drafter, target, b=2):
     """The drafter's state after six positions, the same in every row."""
     g = torch.Generator().manual_seed(4)
     feats = torch.randn(1, 6, len(drafter.taps) * target.config.hidden, generator=g).expand(b, -1, -1)
-    tokens = torch.randint(17, (1, 6), generator=g).expand(b, -1)
-    return absorb(drafter, feats, tokens)
+    return absorb(drafter, feats, torch.randint(17, (1, 6), generator=g).expand(b, -1))
 
 
 def grow_drawn(policy, drafter, target, sampling, b=2):

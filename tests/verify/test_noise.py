@@ -98,8 +98,7 @@ def test_streams_of_a_round_are_its_own():
     for name, (a, b) in same.items():
         corr = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
         assert abs(corr) * a.numel() ** 0.5 < 4, name
-    coins = now.coins(depth, tokens)
-    assert stats.kstest(coins.flatten().numpy(), "uniform").pvalue > 1e-3
+    assert stats.kstest(now.coins(depth, tokens).flatten().numpy(), "uniform").pvalue > 1e-3
 
 
 def test_coins_of_no_two_rounds_are_the_same():

@@ -61,6 +61,17 @@ class DraftState:
         levels = None if self.levels is None else self.levels.new_zeros(rows, *self.levels.shape[1:])
         return DraftState(hidden, readout, self.head, levels)
 
+    def rows(self, count: int) -> "DraftState":
+        """Return a view of the first `count` rows."""
+        levels = None if self.levels is None else self.levels[:count]
+        return DraftState(self.hidden[:count], self.readout[:count], self.head, levels)
+
+    def refill(self, other: "DraftState") -> None:
+        """Copy the tensors of a state with as many rows and positions into this one."""
+        for name in ("hidden", "readout", "levels"):
+            if (own := getattr(self, name)) is not None:
+                own.copy_(getattr(other, name))
+
     def first(self, count: int) -> "DraftState":
         """Return the state of the first `count` of the W positions."""
         return DraftState(self.hidden[:, :count], self.readout[:, :count], self.head)

@@ -67,7 +67,7 @@ class BatchTensors:
                 self.draft_cache.resize(rows)
             self.root = self.all_roots[:rows]
             if self.all_states is not None:
-                self.state = self.all_states.rows(rows)
+                self.state = self.all_states.rows(slice(rows))
 
     # Rows
 
@@ -98,7 +98,7 @@ class BatchTensors:
         if self.state is not None:
             self.drafter.compact(survivors)
         index = survivors.index
-        root, state = self.root[index], self.state and self.state.compact(index)
+        root, state = self.root[index], self.state and self.state.rows(index)
         active, left = self.active[index], self.left[index]
         self.all_active.fill_(False)
         self.use(len(index))

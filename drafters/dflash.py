@@ -79,11 +79,6 @@ class BlockDrafter(CachedDrafter):
         self.conditioned, self.confident = conditional is not None, confidence is not None
         self.cut = 0.0  # a proposal ends before the first slot whose confidence is lower
 
-    @property
-    @override
-    def capturable(self) -> bool:  # type: ignore[override]
-        return self.cut == 0  # a cut proposal has `levels`
-
     @override
     def heads_in_use(self) -> list[LinearMap]:
         return [self.head, *([self.conditional.head] if self.conditional else [])]

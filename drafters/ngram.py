@@ -8,7 +8,6 @@ of, for all places at once. The tokens that followed the matches are the candida
 
 import math
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,8 +18,8 @@ from typing_extensions import override
 from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.drafters.vocab import DraftVocab
+from specdec.model.cache import KVCache, cache_bytes
 from specdec.ops.likely import largest, top
-from specdec.structs import Survivors
 
 MODES = ("lookup", "suffix")
 LONGEST = 16  # how many committed tokens of a match count
@@ -31,12 +30,12 @@ Array = np.ndarray
 
 
 class Matches(DraftState):
-    """The match lengths of positions, hidden [B,W,S]. What they vote for is counted when somebody asks."""
+    """The match lengths of nodes, hidden [B,W,S]. What they vote for is counted when somebody asks."""
 
-    def __init__(self, drafter: "NGram", text: Tensor, lens: Tensor, lengths: Tensor, levels: Tensor | None = None):
-        """Hold the committed tokens `text` [B,S+1], of which each row has `lens` [B], and the match lengths."""
-        super().__init__(lengths, lengths, None, levels)
-        self.drafter, self.text, self.lens = drafter, text, lens
+    def __init__(self, drafter: "NGram", lengths: Tensor):
+        """Hold match lengths at the places of the drafter's texts that a token may follow."""
+        super().__init__(lengths, lengths)
+        self.drafter = drafter
 
     @cached_property
     def votes(self) -> tuple[Tensor, Tensor]:
@@ -45,16 +44,17 @@ class Matches(DraftState):
         fp64 holds sums of powers of BASE exactly. Both are relative to the longest match, so no power overflows.
         """
         lengths, lookup, vocab = self.hidden, self.drafter.mode == "lookup", self.drafter.vocab
+        text, lens = texts_of(self.drafter.cache), self.drafter.cache.lens
         b, w, places = lengths.shape
         place = torch.arange(places, device=lengths.device)
-        counted = (lengths >= self.drafter.min_ngram) & (place < self.lens[:, None, None] - 1)  # and followed
+        counted = (lengths >= self.drafter.min_ngram) & (place < lens[:, None, None] - 1)  # and followed
         longest = (lengths * counted).amax(-1, keepdim=True).double()
         exponent = lengths - longest
         if lookup:  # an earlier place first, by the row's own length, whatever the batch
-            exponent -= place / self.lens[:, None, None].double()
+            exponent -= place / lens[:, None, None].double()
         weights = torch.pow(BASE, exponent) * counted
         votes = weights.new_zeros(b, w, vocab.target_size)
-        followers = self.text[:, None, 1 : places + 1].expand(b, w, places)
+        followers = text[:, None, 1 : places + 1].expand(b, w, places)
         votes.scatter_reduce_(2, followers, weights, "amax" if lookup else "sum")
         even = torch.pow(BASE, -longest).div_(vocab.target_size).clamp_(min=torch.finfo(torch.float32).tiny)
         return vocab.select(votes), even
@@ -71,22 +71,6 @@ class Matches(DraftState):
         best, ids = (x[..., None] for x in largest(votes)) if k == 1 else top(votes, k)
         whole = votes.sum(-1, keepdim=True) + even * votes.shape[-1]
         return ((best + even) / whole).log().float(), ids
-
-    @override
-    def first(self, count: int) -> "Matches":
-        return Matches(self.drafter, self.text, self.lens, self.hidden[:, :count])
-
-    @override
-    def compact(self, index: Tensor) -> "Matches":
-        levels = None if self.levels is None else self.levels[index]
-        return Matches(self.drafter, self.text[index], self.lens[index], self.hidden[index], levels)
-
-    @override
-    def joined(self, other: Any) -> "Matches":
-        size = max(self.hidden.shape[-1], other.hidden.shape[-1])
-        lengths = torch.cat([F.pad(x.hidden, (0, size - x.hidden.shape[-1])) for x in (self, other)])
-        text, lens, levels = (torch.cat([getattr(x, n) for x in (self, other)]) for n in ("text", "lens", "levels"))
-        return Matches(self.drafter, text, lens, lengths, levels)
 
 
 class NGram(Drafter):
@@ -106,8 +90,10 @@ class NGram(Drafter):
     transformers does.
     """
 
-    capturable = False  # what it remembers of a position grows with the text
-    abstains = True
+    # A cache of one layer, whose keys are the committed tokens, and whose values the match lengths at their places.
+    cache: KVCache
+    like: Tensor  # of its dtype, on its device
+    capturable = keeps_first = abstains = True
 
     def __init__(
         self,
@@ -117,7 +103,7 @@ class NGram(Drafter):
         min_ngram: int = 1,
         reach: int | None = REACH,
     ):
-        """Check the settings, which the class describes; the memory is allocated when the first row is admitted."""
+        """Check the settings, which the class describes."""
         super().__init__()
         if mode not in MODES:
             raise ValueError(f"the n-gram drafter's mode must be one of {', '.join(MODES)}, got {mode!r}")
@@ -126,56 +112,55 @@ class NGram(Drafter):
         if reach is not None and reach < 1:
             raise ValueError(f"reach must be at least 1, or null for whole trees, got {reach}")
         self.vocab, self.mode, self.max_ngram, self.min_ngram, self.reach = vocab, mode, max_ngram, min_ngram, reach
-        self.memory: Tensor | None = None  # [R,S] committed tokens, made for the first row, whose device is then known
+        self.register_buffer("like", torch.zeros(0, dtype=torch.int64), persistent=False)
 
     @override
     def reset(self, rows: int, slots: int) -> None:
-        self.memory, self.sizes = None, (rows, slots + 1)
+        self.cache = KVCache(1, rows, slots + 1, 1, 1, like=self.like).clear(0)
 
     @override
     def cache_bytes(self, rows: int, slots: int) -> int:
-        return 8 * rows * (slots + 1)
+        return cache_bytes(1, rows, slots + 1, 1, 1, like=self.like)
 
     @override
-    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> Matches:
-        if self.memory is None:
-            self.memory, self.lens = first.new_zeros(self.sizes), first[:0]
-        end = row + len(first)
-        self.memory[row:end, 0] = first
-        self.memory[row:end, 1 : tokens.shape[1] + 1] = tokens
-        self.lens = torch.cat([self.lens[:row], n + 1, self.lens[end:]])
-        self.history = self.memory[: len(self.lens)]  # of the rows in use
-        return self._root(self.memory[row:end], self.lens[row:end], tokens.shape[1])
+    def admit(self, row: int, first: Tensor, feats: Tensor | None, tokens: Tensor, n: Tensor) -> DraftState:
+        part = self.cache.admit(row, len(first), tokens.shape[1] + 1)
+        text = texts_of(part)
+        text[:, 0] = first
+        text[:, 1 : tokens.shape[1] + 1] = tokens
+        part.advance(n + 1, tokens.shape[1] + 1)
+        return self._match(part)
 
     @override
-    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> Matches:
-        places = self.lens[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
-        self.history.scatter_(1, places, tokens)
-        self.lens = self.lens + n
-        return self._root(self.history, self.lens, max_len)
+    def extend(self, feats: Tensor | None, tokens: Tensor, n: Tensor, max_len: int) -> DraftState:
+        cache = self.cache
+        texts_of(cache).scatter_(1, cache.lens[:, None] + cache.places[: tokens.shape[1]], tokens)
+        cache.advance(n, max_len + 1)
+        return self._match(cache)
 
     @override
-    def compact(self, survivors: Survivors) -> None:
-        if self.memory is None:  # no row was admitted
-            return
-        for row, place in survivors.moves:
-            self.memory[place] = self.memory[row]
-        self.history, self.lens = self.memory[: survivors.count], self.lens[survivors.index]
+    def root(self, first: DraftState) -> Matches:
+        return Matches(self, lengths_of(self.cache)[:, None])
 
+    @override
     def step(self, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> Matches:
         """Extend the parents' match lengths `hidden` [B,W,S] by one token; the path itself need not be looked up."""
-        same = self.history[:, None, : hidden.shape[-1]] == tokens[..., None]
-        return Matches(self, self.history, self.lens, (F.pad(hidden, (1, -1)) + 1).mul_(same))
+        same = texts_of(self.cache)[:, None, : hidden.shape[-1]] == tokens[..., None]
+        return Matches(self, (F.pad(hidden, (1, -1)) + 1).mul_(same))
 
     @override
     def chain(self, first: DraftState, steps: int, children: Children) -> tuple[Tensor, Tensor]:
-        if not isinstance(first, Matches) or children is not LIKELIEST or not on_host(first.hidden):
+        if children is not LIKELIEST or not self._on_host():
             return super().chain(first, steps, children)
-        text, lengths = first.text.numpy(), first.hidden[:, 0].numpy()
-        ends = _ends(first.lens, lengths.shape[1])
+        text, lengths = texts_of(self.cache).numpy(), lengths_of(self.cache).numpy()
+        ends = _ends(self.cache)
         rows = [self._chain(text[b, :n], lengths[b, : n - 1], steps) for b, n in enumerate(ends)]
         ids, logq = (torch.from_numpy(np.array(part)) for part in zip(*rows, strict=True))
         return self.vocab.to_target(ids), logq.float()
+
+    def _on_host(self) -> bool:
+        """Return whether numpy computes, in place: on the CPU, and not in rounds that are captured as operators."""
+        return self.like.device.type == "cpu" and not self.cache.captured
 
     def _chain(self, text: Array, lengths: Array, steps: int) -> tuple[list[int], list[float]]:
         """The winner, and the winner after it, `steps` times: draft ids, and log-probabilities of the path so far.
@@ -222,37 +207,38 @@ class NGram(Drafter):
         share = (votes[best] + even) / (votes.sum() + even * size)
         return (int(ids[best]) if votes[best] > 0 else 0), math.log(share)
 
-    def _root(self, text: Tensor, lens: Tensor, places: int) -> Matches:
-        """The state at the end of rows text [B,S], lens [B], of which none has more than `places` + 1 tokens."""
-        if on_host(text):
-            found = np.zeros((len(lens), 1, places), dtype=np.int64)
-            for row, tokens, n in zip(found[:, 0], text.numpy(), _ends(lens, places), strict=True):
+    def _match(self, cache: KVCache) -> DraftState:
+        """Store the match lengths at the ends of a cache's texts. The state says how many levels they are worth."""
+        lengths, lens = lengths_of(cache), cache.lens
+        if self._on_host():
+            lengths.zero_()
+            for row, tokens, n in zip(lengths.numpy(), texts_of(cache).numpy(), _ends(cache), strict=True):
                 row[: n - 1] = match_lengths(tokens[:n], self.max_ngram)
-            lengths, levels = torch.from_numpy(found), torch.from_numpy(self._levels(found[:, 0].max(-1)))
         else:
-            lengths = self._matches(text, lens, places)
-            levels = self._levels(lengths[:, 0].amax(-1))
-        return Matches(self, text, lens, lengths, levels)
+            lengths.copy_(self._matches(texts_of(cache), lens, lengths.shape[1]))
+        nothing = lens.new_empty(len(lens), 1, 0)  # the whole state is in the cache
+        return DraftState(nothing, nothing, None, self._levels(lengths.amax(-1)))
 
-    def _levels(self, longest: Any) -> Any:
+    def _levels(self, longest: Tensor) -> Tensor:
         """Number of levels proposed after matches whose longest has `longest` [B] tokens."""
         longest = longest * (longest >= self.min_ngram)
         return longest.clip(0, 1) * ALL if self.reach is None else (longest - 1).clip(0) * self.reach
 
     def _matches(self, text: Tensor, lens: Tensor, places: int) -> Tensor:
-        """How many of a row's last `max_ngram` tokens precede each place that a token follows, [B,1,places]."""
+        """How many of a row's last `max_ngram` tokens precede each place that a token follows, [B,places]."""
         m = self.max_ngram
         # A window that begins before the text is filled with -1, which equals no token: no match leaves the text.
-        windows = F.pad(text[:, :places], (m - 1, 0), value=-1).unfold(1, m, 1)
+        ends = torch.arange(places, device=lens.device)[:, None] + torch.arange(m, device=lens.device).flip(0)
+        windows = F.pad(text[:, :places], (m - 1, 0), value=-1)[:, ends]
         last = lens[:, None] - 1 - torch.arange(m, device=lens.device)
         recent = text.gather(1, last.clamp_(min=0))
         followed = torch.arange(places, device=lens.device) < lens[:, None] - 1
-        return ((windows.flip(-1) == recent[:, None]).cumprod(-1).sum(-1) * followed)[:, None]
+        return (windows == recent[:, None]).cumprod(-1).sum(-1) * followed
 
 
 def create(target, *, vocab: DraftVocab | None = None, **settings) -> NGram:
     """An n-gram drafter for the target's tokens, with the settings of `NGram`."""
-    return NGram(vocab or DraftVocab(target.vocab), **settings)
+    return NGram(vocab or DraftVocab(target.vocab), **settings).to(target.device)
 
 
 def from_name(name: str, target) -> NGram | None:
@@ -261,14 +247,19 @@ def from_name(name: str, target) -> NGram | None:
     return create(target, mode=mode or "lookup") if kind == "ngram" else None
 
 
-def on_host(x: Tensor) -> bool:
-    """Can numpy read it in place?"""
-    return x.device.type == "cpu"
+def texts_of(cache: KVCache) -> Tensor:
+    """Return the committed tokens [B,S], with void ones after them."""
+    return cache.layers[0][0, ..., 0, 0]
 
 
-def _ends(lens: Tensor, places: int) -> Array:
-    """Return `lens` [B] as numpy, at most `places` + 1: a finished row may be longer, and its draft is not used."""
-    return lens.numpy().clip(max=places + 1)
+def lengths_of(cache: KVCache) -> Tensor:
+    """Return the match lengths [B,places] at the places that a token follows in some row."""
+    return cache.layers[0][1, :, : cache.max_len - 1, 0, 0]
+
+
+def _ends(cache: KVCache) -> Array:
+    """Return the rows' lengths [B], at most `max_len`: a finished row may be longer, and its draft is not used."""
+    return cache.lens.numpy().clip(max=cache.max_len)
 
 
 def match_lengths(text: Array, most: int) -> Array:

@@ -3,7 +3,7 @@
 Shapes are named in `specdec/structs.py`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -44,10 +44,18 @@ class DraftState:
         """Return log-probabilities (fp32) and draft ids [B,W,k] of the k most likely tokens, best first."""
         return head_topk(self.readout, self.head, k)
 
-    def compact(self, index: Tensor) -> "DraftState":
-        """Return the state of the rows `index` [B']."""
-        levels = None if self.levels is None else self.levels[index]
-        return DraftState(self.hidden[index], self.readout[index], self.head, levels)
+    def rows(self, index: Tensor | slice) -> "DraftState":
+        """Return the state of the rows `index` [B'], for a slice a view."""
+        return self._of(lambda x: x[index])
+
+    def blank(self, rows: int) -> "DraftState":
+        """Return a state of zeros for `rows` rows."""
+        return self._of(lambda x: x.new_zeros(rows, *x.shape[1:]))
+
+    def _of(self, part: Callable[[Tensor], Tensor]) -> "DraftState":
+        """Return the state of these parts of the tensors."""
+        levels = None if self.levels is None else part(self.levels)
+        return DraftState(part(self.hidden), part(self.readout), self.head, levels)
 
     def joined(self, other: "DraftState") -> "DraftState":
         """Return the state of these rows, followed by the rows of `other`."""
@@ -55,11 +63,11 @@ class DraftState:
         hidden, readout = torch.cat([self.hidden, other.hidden]), torch.cat([self.readout, other.readout])
         return DraftState(hidden, readout, self.head, levels)
 
-    def blank(self, rows: int) -> "DraftState":
-        """Return a state of zeros for `rows` rows."""
-        hidden, readout = (x.new_zeros(rows, *x.shape[1:]) for x in (self.hidden, self.readout))
-        levels = None if self.levels is None else self.levels.new_zeros(rows, *self.levels.shape[1:])
-        return DraftState(hidden, readout, self.head, levels)
+    def refill(self, other: "DraftState") -> None:
+        """Copy the tensors of a state with as many rows and positions into this one."""
+        for name in ("hidden", "readout", "levels"):
+            if (own := getattr(self, name)) is not None:
+                own.copy_(getattr(other, name))
 
     def first(self, count: int) -> "DraftState":
         """Return the state of the first `count` of the W positions."""

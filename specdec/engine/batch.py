@@ -59,13 +59,14 @@ class Batch:
         widths: numbers of rows that rounds may have, ascending, the last is `rows`; None for any number.
         overlap: a round starts before the last one is read, so the device ends rows by itself.
         compact: drop rows that have ended. Rounds of given widths drop them as soon as a smaller width fits.
-        abstain: draft no more levels than the drafter has something to propose for.
+        abstain: draft no more levels than the drafter proposes; captured rounds draft all or none.
         adaptive: chooses the trees of rounds.
         """
         self.round, self.rows, self.room = round_, rows, room
         self.captures, self.widths, self.buckets = executor is not None, widths, buckets(room)
         self.executor: Any = executor  # an `Executor`, where rounds are captured
-        self.abstain, self.overlap = abstain and not self.captures, overlap or self.captures
+        self.abstain, self.overlap = abstain, overlap or self.captures
+        self.late = overlap and round_.target.device.type != "cpu" if executor is None else executor.late
         self.price = 0.0 if widths else PRICE if compact else float("inf")
         self.tensors = BatchTensors(round_, rows, room, self.captures)
         self.cache, self.device = self.tensors.cache, round_.target.device
@@ -121,7 +122,8 @@ class Batch:
         self.clock.mark("prefill")
         # The next round is known, and to compile it may take long.
         if self._replays() and self.executor.any_bound and self.controller is None:
-            self._graph(self.room, None)
+            for levels in (None,) if self._proposed(None) is None else (None, 0):
+                self._graph(self.room, levels)
 
     def _hold(self, sequences: list[Sequence], settings: RoundSettings | None = None) -> None:
         """Hold these sequences, in as many rows as rounds may have. settings: theirs, if they are known."""
@@ -180,7 +182,7 @@ class Batch:
             levels, state = self.controller.begin(self.sequences, tensors.state, max_len)
             tensors.store(tensors.root, state)
         if self._replays():
-            report = self._replay(min(max_len, self.room), levels)
+            report = self._replay(min(max_len, self.room), 0 if self._most_proposed(levels) == 0 else levels)
             self.clock.mark("round")
         else:
             report = self._eager_round(levels)(max_len)
@@ -207,29 +209,33 @@ class Batch:
         if penalties is not None and self.tensors.settings.penalties is not None:  # of rounds too that are not read yet
             self.tensors.settings.penalties.counts[: survivors.count] = penalties.counts[survivors.index]
 
+    def _proposed(self, planned: int | None) -> Tensor | None:
+        """Return the levels for which the drafter has something to propose [B]; None: all of them."""
+        return self.round.proposed(self.tensors.state) if self.abstain and planned != 0 else None
+
+    def _most_proposed(self, planned: int | None) -> int | None:
+        """Return the maximum of `_proposed` over the rows that decode; None: all levels, or it would have to wait."""
+        if self.late or (proposed := self._proposed(planned)) is None:
+            return None
+        return max((proposed * self.tensors.active).tolist())
+
     def _eager_round(self, planned: int | None) -> Callable[[int], RoundReport]:
         """Return the next round, of no more levels than its rows need."""
-        tensors, settings = self.tensors, self.tensors.settings
+        settings = self.tensors.settings
         if self.captures:
             return self._round(replace(settings, clock=self.clock), planned, planned)
-        proposed = self.round.proposed(tensors.state) if self.abstain and planned != 0 else None
-        bounds = [] if planned is None else [planned]
-        if proposed is not None and not (self.overlap and self.device.type != "cpu"):  # there it would wait
-            bounds.append(max((proposed * tensors.active).tolist()))
+        bounds = [most for most in (planned, self._most_proposed(planned)) if most is not None]
         if settings.steps is not None:
             most = self.round.policy.steps
             asked = (most if s.steps is None else min(s.steps, most) for s in self.going())
             bounds.append(max(asked, default=0))
-        return self._round(settings, planned, min(bounds, default=None), proposed)
+        return self._round(settings, planned, min(bounds, default=None))
 
-    def _round(
-        self, settings: RoundSettings, planned: int | None, most: int | None, proposed: Tensor | None = None
-    ) -> Callable[[int], RoundReport]:
+    def _round(self, settings: RoundSettings, planned: int | None, most: int | None) -> Callable[[int], RoundReport]:
         """Return a round as a function of a bound of the committed length.
 
         planned: levels that an adaptive policy has chosen.
         most: levels of the tree, 0 for a plain round; None for all.
-        proposed: [B] levels for which the drafter has something to propose.
         """
         tensors, reads = self.tensors, self.reads
         # Without a mask a single row's only position would take `max_len` for the exact length.
@@ -240,7 +246,7 @@ class Batch:
         def run(bound: int) -> RoundReport:
             tensors.bound(bound)
             levels = settings.steps
-            if proposed is not None:
+            if (proposed := self._proposed(most)) is not None:
                 levels = proposed if levels is None else torch.minimum(proposed, levels)
             if levels is not None and planned is not None:
                 levels = levels.clamp(max=planned)

@@ -35,6 +35,8 @@ class BatchTensors:
         if self.drafter is not None:
             self.drafter.reset(rows, self.draft_slots)
             self.draft_cache = self.drafter.cache if fixed else None
+        if self.draft_cache is not None:
+            self.draft_cache.captured = True
         self.all_roots = torch.zeros(rows, dtype=torch.int64, device=device)
         self.all_active = torch.zeros(rows, dtype=torch.bool, device=device)
         self.all_left = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -64,8 +66,8 @@ class BatchTensors:
             if self.draft_cache is not None:
                 self.draft_cache.resize(rows)
             self.root = self.all_roots[:rows]
-            if (whole := self.all_states) is not None:
-                self.state = DraftState(whole.hidden[:rows], whole.readout[:rows], whole.head)
+            if self.all_states is not None:
+                self.state = self.all_states.rows(slice(rows))
 
     # Rows
 
@@ -77,8 +79,7 @@ class BatchTensors:
         if root is not self.root:
             self.root.copy_(root)
         if state is not None and state is not self.state:
-            self.state.hidden.copy_(state.hidden)
-            self.state.readout.copy_(state.readout)
+            self.state.refill(state)
 
     def join(self, root: Tensor, state: DraftState | None) -> None:
         """Append rows to those in use."""
@@ -97,7 +98,7 @@ class BatchTensors:
         if self.state is not None:
             self.drafter.compact(survivors)
         index = survivors.index
-        root, state = self.root[index], self.state and self.state.compact(index)
+        root, state = self.root[index], self.state and self.state.rows(index)
         active, left = self.active[index], self.left[index]
         self.all_active.fill_(False)
         self.use(len(index))
@@ -166,6 +167,7 @@ class BatchTensors:
     def changing(self) -> list[Tensor]:
         """Return the tensors that a round changes and the next one reads."""
         states = [self.state.hidden, self.state.readout] if self.state else []
+        states += [self.state.levels] if self.state and self.state.levels is not None else []
         counts = [self.settings.penalties.counts] if self.settings.penalties else []
         lens = [cache.lens for cache in (self.cache, self.draft_cache) if cache is not None]
         return [self.root, self.active, self.left, *lens, *states, *counts]

@@ -33,8 +33,8 @@ class Controller:
         """Let a policy choose the trees of the rounds for which this drafter drafts."""
         self.policy, self.drafter = policy, drafter
         # Whether plain rounds leave their positions for later. Such a drafter stores nothing of positions but a cache.
-        # Other drafters absorb a position at little cost.
-        self.defers = drafter.capturable and drafter.cache is not None
+        # Other drafters, and those that look tokens up, absorb a position at little cost.
+        self.defers = drafter.capturable and drafter.cache is not None and not drafter.abstains
         self.backlog: Backlog | None = None
         self.joining: Positions | None = None  # of rows that were prefilled and have not joined the batch yet
         self.plan: Any = None  # a `Plan`, of the next round, or of the last one

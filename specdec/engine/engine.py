@@ -73,7 +73,7 @@ class Engine:
         self.adaptive, self.round.adapts = adaptive, adaptive is not None
         if adaptive is not None and drafter is None:
             raise ValueError("an adaptive policy chooses draft trees, and without a drafter there are none")
-        self.graphs = make_graphs(graphs, self.round, compile, adaptive)
+        self.graphs = make_graphs(graphs, self.round, compile, adaptive, abstain)
         late = self.graphs is not None and self.graphs.backend.late
         if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")

@@ -119,7 +119,11 @@ def widths_up_to(rows: int) -> list[int]:
 
 
 def make_graphs(
-    wanted: "bool | Executor | None", round_: Round, compiles: bool | str = False, adaptive: Policy | None = None
+    wanted: "bool | Executor | None",
+    round_: Round,
+    compiles: bool | str = False,
+    adaptive: Policy | None = None,
+    abstain: bool = True,
 ) -> "Graphs | None":
     """Return the graphs of an engine, or None for eager rounds; the other arguments are those of `Engine`.
 
@@ -134,7 +138,7 @@ def make_graphs(
             "rounds show none: decode without graphs and compiling, or by table or ema"
         )
     if compiles:
-        return Graphs(round_, compiling_backend(wanted, round_, compiles == "aside"))
+        return Graphs(round_, compiling_backend(wanted, round_, compiles == "aside"), abstain)
     if wanted is False or (wanted is None and (device.type != "cuda" or cuts)):
         return None
     if why := obstacle(round_.target, round_.drafter):
@@ -143,7 +147,7 @@ def make_graphs(
         raise ValueError(f"{why}; decode without graphs")
     if wanted is True and device.type != "cuda":
         raise ValueError(f"CUDA graphs need a GPU, and the target is on the {device.type}; decode without graphs")
-    return Graphs(round_, CudaGraphs(device) if wanted is None or isinstance(wanted, bool) else wanted)
+    return Graphs(round_, CudaGraphs(device) if wanted is None or isinstance(wanted, bool) else wanted, abstain)
 
 
 def compiling_backend(wanted: "bool | Executor | None", round_: Round, background: bool) -> Executor:
@@ -168,9 +172,9 @@ class Graphs:
     It is made again for other numbers of rows, for texts that are too long for it, and after weights have changed.
     """
 
-    def __init__(self, round_: Round, backend: Executor):
-        """Begin without a batch."""
-        self.round, self.backend = round_, backend
+    def __init__(self, round_: Round, backend: Executor, abstain: bool = True):
+        """Begin without a batch. abstain: as for `Batch`."""
+        self.round, self.backend, self.abstain = round_, backend, abstain
         self.batch: Batch | None = None
         self.signature: tuple = ()  # as of the batch
 
@@ -189,7 +193,7 @@ class Graphs:
     ) -> Batch:
         """Return the batch, empty; `room` as `room_for` returned it, adaptive and continuous as for `Batch.begin`."""
         if self.batch is None:
-            self.batch = Batch(self.round, widths[-1], room, clock, self.backend, widths)
+            self.batch = Batch(self.round, widths[-1], room, clock, self.backend, widths, abstain=self.abstain)
             self.signature = self._signature()
         self.batch.begin(clock, adaptive, continuous)
         return self.batch

@@ -27,6 +27,8 @@ class KVCache:
     engine tightens `max_len` when it reads them.
     """
 
+    captured = False  # rounds that use it are captured, so operators alone may compute with its contents
+
     def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, *, like: Tensor):
         """Allocate `rows` empty rows of `slots` slots, all in use, with the device and dtype of `like`."""
         shape = (2, rows, slots, kv_heads, head_dim)

@@ -61,7 +61,7 @@ def test_distribution_is_the_definition(mode, cap, least):
     committed = torch.tensor([[0, 1, 2, 0], [2, 2, 1, 1], [1, 0, 0, 2]])
     for counts in ([3, 0, 2], [1, 4, 4]):
         paths = [[[a, b] for a, b in ((0, 1), (1, 1), (2, 0))] for _ in texts]
-        states = [state]
+        states = [drafter.root(state)]
         for level in (1, 2):
             tokens = torch.tensor([[path[level - 1] for path in row] for row in paths])
             hidden = states[-1].hidden.expand(-1, 3, -1)
@@ -99,14 +99,13 @@ def test_on_the_host_it_is_what_operators_compute(monkeypatch, mode, cap, least,
         texts = [*random_texts(seed, [40, 2, 17, 80]), [0, 1, 2, 3]]
         seen = []
         for host in (True, False):
-            monkeypatch.setattr(ngram, "on_host", lambda _, host=host: host)
+            monkeypatch.setattr(ngram.NGram, "_on_host", lambda _, host=host: host)
             drafter = ngram.create(tiny_target(V), mode=mode, max_ngram=cap, min_ngram=least, vocab=ids)
-            states = [absorb(drafter, texts)]
-            seen.append([*drafter.chain(states[0], 6, LIKELIEST)])
             more, n = torch.tensor([[0, 1], [2, 2], [1, 0], [0, 0], [4, 4]]), torch.tensor([2, 0, 1, 2, 1])
-            states.append(drafter.extend(None, more, n, 82))
-            seen[-1] += drafter.chain(states[1], 6, LIKELIEST)
-            seen[-1] += [x for state in states for x in (state.hidden, state.levels)]
+            seen.append([])
+            for absorbed in (absorb(drafter, texts), None):
+                state = absorbed or drafter.extend(None, more, n, 82)
+                seen[-1] += [drafter.root(state).hidden.clone(), state.levels, *drafter.chain(state, 6, LIKELIEST)]
         for host, operators in zip(*seen, strict=True):
             torch.testing.assert_close(host, operators)
 
@@ -126,7 +125,8 @@ def test_levels_grow_with_the_match():
 
 
 def test_long_matches_neither_overflow_nor_lose_the_rest():
-    state = absorb(ngram.create(tiny_target(V), mode="suffix", max_ngram=300), [[0, 1] * 400])
+    drafter = ngram.create(tiny_target(V), mode="suffix", max_ngram=300)
+    state = drafter.root(absorb(drafter, [[0, 1] * 400]))
     assert state.logits.isfinite().all()
     assert state.logits.argmax() == 0
     assert not math.isnan(state.logits.softmax(-1).sum())

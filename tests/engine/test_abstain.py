@@ -5,6 +5,7 @@ import pytest
 import torch
 from helpers import DRAFTERS, pvalue_of_tokens_2_and_3, texts_of, tiny_block, tiny_drafter, tiny_target
 from policies import Restless
+from tape import Interpreted, Tape
 
 from specdec import Engine, Recorder, Sampling
 from specdec.drafters.draft_model import DraftModel
@@ -75,6 +76,25 @@ def test_rounds_shrink_to_what_is_proposed(tree, columns, abstain):
         for accepted in row.trace.accepted:
             assert accepted == wanted(committed)
             committed += 1 + accepted
+
+
+@pytest.mark.parametrize("backend", [Tape, Interpreted], ids=["captured", "compiled"])
+@pytest.mark.parametrize("tree", ["chain", "dynamic", "static"])
+@pytest.mark.parametrize("name", ["lookup", "suffix", "dspark"])
+def test_captured_rounds_accept_no_more_than_is_proposed(name, tree, backend, unpacked):
+    """A round that may still run when it is read drafts all levels. Others are plain where nothing is proposed."""
+    target = tiny_target()
+    drafter = DRAFTERS[name](target)
+    if name == "dspark":
+        drafter.cut = 0.5
+    how = {"max_new_tokens": 40, "sampling": SAMPLED, "eos": frozenset()}
+    expected = Engine(target, drafter, TREES[tree]).generate(PROMPTS, **how).rows
+    engine = Engine(target, drafter, TREES[tree], graphs=backend())
+    found = engine.generate(PROMPTS, **how).rows
+    assert [row.tokens for row in found] == [row.tokens for row in expected]
+    assert [row.trace for row in found] == [row.trace for row in expected]
+    assert sum(row.trace.undrafted for row in found)
+    assert {levels for *_, levels in engine.graphs.batch.graphs} == ({None} if backend is Tape else {None, 0})
 
 
 @pytest.mark.parametrize("verifier", [MultiRoundRejection(), BlockVerification()], ids=str)

@@ -19,7 +19,7 @@ SERVER_SPIN = SPIN | {"GOMP_SPINCOUNT": "300000"}  # libgomp's own: a server's r
 STAT = "/proc/stat"
 EVERY, SOON = 0.2, 0.05  # seconds between two looks at the load, and before the second one of a decoding
 BUSY = 0.6  # share of a core that a program must occupy to take it from us; the clients of a server occupy less
-LOOK = 0.5  # seconds between two looks of `TimeLimit`
+LOOK, AGAIN = 0.5, 10.0  # seconds between two looks of `TimeLimit`, and between two exceptions for one thread
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100  # units of /proc/stat per second
 
 
@@ -81,16 +81,18 @@ class TimeLimit:
         """Return `function(*args, **how)`. Raises TimeoutError after `seconds`; a call of C code first returns."""
         thread = threading.get_ident()
         try:
-            with self.lock:
-                self.running[thread] = time.monotonic() + seconds
-                if self.watch is None:
-                    self.watch = threading.Thread(target=self._watch, daemon=True)
-                    self.watch.start()
-            return function(*args, **how)
+            try:
+                with self.lock:
+                    self.running[thread] = time.monotonic() + seconds
+                    if self.watch is None:
+                        self.watch = threading.Thread(target=self._watch, daemon=True)
+                        self.watch.start()
+                return function(*args, **how)
+            finally:
+                self._end(thread)
         except _TimeIsUp:
+            self._end(thread)  # it may have come before the first call had begun
             raise TimeoutError from None
-        finally:
-            self._end(thread)
 
     def _end(self, thread: int) -> None:
         while True:
@@ -107,7 +109,8 @@ class TimeLimit:
             time.sleep(LOOK)
             with self.lock:
                 late = [thread for thread, end in self.running.items() if end < time.monotonic()]
-                for thread in late:  # again at the next look, if C code has dropped the exception
+                for thread in late:  # again later, if C code has dropped the exception
+                    self.running[thread] = time.monotonic() + AGAIN
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_TimeIsUp))
 
 

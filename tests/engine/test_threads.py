@@ -49,6 +49,23 @@ def test_a_time_limit_ends_python_code_in_any_thread():
     assert not limit.running
 
 
+def test_time_may_be_up_when_the_code_has_just_ended(monkeypatch):
+    ends, limit = [], threads.TimeLimit()
+    end = limit._end
+
+    def interrupted(thread):
+        ends.append(thread)
+        if len(ends) == 1:
+            raise threads._TimeIsUp
+        end(thread)
+
+    monkeypatch.setattr(limit, "_end", interrupted)
+    with pytest.raises(TimeoutError):
+        limit.run(9, sum, [1, 2])
+    assert len(ends) == 2
+    assert not limit.running
+
+
 @pytest.fixture
 def cores(monkeypatch):
     """Simulate four idle cores. Return a function that occupies some of them for the next look."""

@@ -32,7 +32,7 @@ def test_every_node_is_what_its_own_path_drafts(name):
     nodes = [(), *sorted(map(tuple, PATHS), key=lambda path: (len(path), path))]
     for node, path in enumerate(nodes[1:], 1):
         assert nodes[tree.parents[0, node]] == path[:-1]
-        _, state = start(drafter, target)
+        state = drafter.root(start(drafter, target)[1])
         logq = torch.zeros(3)
         for depth, rank in enumerate(path, 1):
             gains, ids = state.logits.log_softmax(-1).topk(policy.topk, dim=-1)

@@ -137,14 +137,19 @@ def random_tensors(shapes: dict, maps: tuple[str, ...] = (), dtype=torch.bfloat1
     return tensors | {name: values[name.split(".")[-1]] for name in maps}
 
 
-def permuted(offsets: bool, order: list[int] | torch.Tensor):
+def edited(name: str, make):
+    """A change of tensors: `make` of one of them in its place."""
+    return lambda tensors: tensors.update({name: make(tensors[name]).contiguous()})
+
+
+def permuted(offsets: bool):
     """A change of tensors that puts d2t in another order: its offsets, or their tokens."""
 
-    def change(tensors: dict) -> None:
-        d2t, places = tensors["d2t"], torch.arange(len(order))
-        tensors["d2t"] = d2t[order] if offsets else (d2t + places)[order] - places
+    def change(d2t):
+        places = torch.arange(len(d2t))
+        return d2t.roll(5) if offsets else (d2t + places).roll(5) - places
 
-    return change
+    return edited("d2t", change)
 
 
 def publish(folder, case: str, change=None, **fields):

@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -33,14 +32,9 @@ from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.trees import Chain
 
 
-class Fixed:
-    """Batches given one by one."""
-
-    def __init__(self, *batches: Batch):
-        self.batches = batches
-
-    def iterate(self, skip: int = 0):
-        return iter(self.batches[skip:])
+def fixed(*batches: Batch) -> SimpleNamespace:
+    """Data of these batches."""
+    return SimpleNamespace(iterate=lambda skip: iter(batches[skip:]))
 
 
 class GoldenTarget(torch.nn.Module):
@@ -63,7 +57,7 @@ def test_the_golden_step_comes_out_of_the_trainer(tmp_path, recompute):
     golden = load_file(GOLDEN / "eagle3" / "ttt_reference.safetensors")
     objective = Eagle3Objective(steps=7, decay=0.8, mean="all")
     config = TrainerConfig(steps=1, recompute=recompute)
-    data = Fixed(Batch(golden["input_ids"], golden["loss_mask"]))
+    data = fixed(Batch(golden["input_ids"], golden["loss_mask"]))
     run = Trainer(GoldenTarget(golden), drafter, objective, data, None, config, tmp_path)
     run.optimizers.step = lambda scale, clip: 1.0  # leaves the gradients where they are
     metrics, _, row = run._step(next(run._groups()))
@@ -80,10 +74,10 @@ def test_two_batches_of_a_step_are_one_of_twice_the_size(tmp_path):
     tokens = torch.randint(17, (4, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros(4, 12)
     mask[0, 3:] = mask[1, 10:] = mask[2, 9:] = 1
-    halves = [Batch(tokens[:2], mask[:2]), Batch(tokens[2:], mask[2:])]
     gradients, rows = [], []
-    for data, accumulate in ((Fixed(Batch(tokens, mask)), 1), (Fixed(*halves), 2)):
-        run = trainer(tmp_path, objective=Eagle3Objective(steps=1), data=data, accumulate=accumulate)
+    for parts in (1, 2):
+        data = fixed(*map(Batch, tokens.chunk(parts), mask.chunk(parts)))
+        run = trainer(tmp_path, objective=Eagle3Objective(steps=1), data=data, accumulate=parts)
         run.optimizers.step = lambda scale, clip: 1.0
         rows.append(run._step(next(run._groups()))[2])
         gradients.append([p.grad for p in run.parameters.values()])
@@ -104,8 +98,7 @@ def test_averages_are_evaluated_and_exported(tmp_path):
         return out
 
     plain._step = watched
-    heldout = plain.train()["heldout_loss"]
-    assert run.train()["heldout_loss"] != heldout
+    assert plain.train()["heldout_loss"] != run.train()["heldout_loss"]
     exported = load_drafter(tmp_path / "ema" / "draft", run.target)
     for name, parameter in exported.named_parameters():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=1e-7)
@@ -172,32 +165,26 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at, how)
     assert_goes_on(partial(trainer, **how), tmp_path / "cut", at)
 
 
-def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
-    if how == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    elif how == "empty":
-        path.write_bytes(b"")
-    else:
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+def one_bit_changed(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "one bit"])
-def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, how):
+@pytest.mark.parametrize("damaged", [lambda content: content[: len(content) // 2], lambda _: b"", one_bit_changed])
+def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, damaged):
     """One that a kill left half written does not count."""
     short, cut = partial(trainer, steps=5, ema=0.5), tmp_path / "cut"
     short(cut).train()
     newest = checkpoints(cut)[-1]
     partial_path(newest.with_name("step-00000009.pt")).write_bytes(newest.read_bytes()[:999])
-    damage(newest, how)
+    newest.write_bytes(damaged(newest.read_bytes()))
     capsys.readouterr()
     assert_goes_on(short, cut, 4)
     warning = capsys.readouterr().err
     assert f"warning: {newest} is damaged or not ours" in warning
     assert "; the one before it is used\n" in warning
     for path in checkpoints(cut):
-        damage(path, how)
+        path.write_bytes(damaged(path.read_bytes()))
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
         short(cut).resume()
 
@@ -249,13 +236,12 @@ def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tm
     drafter = load_drafter(drafter_path, target).requires_grad_(True)
     run = Trainer(target, drafter, Eagle3Objective(2), data, data, config, tmp_path)
     result = run.train()
-    rows = [row for row in read_log(tmp_path / "log.jsonl") if row["split"] == "decode"]
-    assert [row["step"] for row in rows] == [2, 4]
-    assert result["tau"] == rows[-1]["tau"]
-    best = max(row["tau"] for row in rows)
-    assert read_newest(tmp_path)[1]["best"] == best
+    taus = {row["step"]: row["tau"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == "decode"}
+    assert list(taus) == [2, 4]
+    assert result["tau"] == taus[4]
+    assert read_newest(tmp_path)[1]["best"] == max(taus.values())
     asked = [encode_prompt(target, p) for p in read_prompts(prompts)[:3]]
-    for folder, expected in (("draft", rows[-1]["tau"]), ("best", best)):
+    for folder, expected in (("draft", taus[4]), ("best", max(taus.values()))):
         decoded = Engine(target, load_drafter(tmp_path / folder, target), Chain(3)).generate(asked, max_new_tokens=12)
         assert tau([row.trace for row in decoded.rows]) == expected
         along_levels = read_acceptance(tmp_path / folder).measured
@@ -303,14 +289,16 @@ def test_progress_from_the_first_step_and_the_switch(tmp_path, capsys):
     objective = Eagle3Objective(steps=2, then={"ce": 1.0}, switch=0.5)
     run = trainer(tmp_path, steps=6, log_every=4, objective=objective)
     run.train()
-    rows = read_log(tmp_path / "log.jsonl")
-    assert [row["step"] for row in rows if row["split"] == "train"] == [1, 4, 6]
-    assert [row["step"] for row in rows if row["split"] == "switch"] == [3]
+
+    def steps(split):
+        return [row["step"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == split]
+
+    assert (steps("train"), steps("switch")) == ([1, 4, 6], [3])
     err = capsys.readouterr().err
     assert "step 3: the objective switches from objective.terms to objective.then" in err
     assert re.search(r"loss=[\d.]+, acc=[\d. ]+, [\d,]+ tokens/s", err)
     run.log.forget_after(3)
-    assert [row["step"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == "switch"] == []
+    assert steps("switch") == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from specdec.drafters.formats import save_drafter
 from specdec.lab.sweep.benchmarks import Benchmark
 from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.store import write_results
-from specdec.model.loader import load_target
 from specdec.trees.spec import grid
 
 generate = main_of("generate")
@@ -24,11 +23,6 @@ TREES = {
     "dflash": [BLOCK, ["--tree", "block 2/3/6"]],
     "dspark": [["--topk", "2", "--steps", "4"], ["--topk", "1", "--steps", "4"]],
 }
-
-
-@pytest.fixture(scope="module")
-def target(target_path):
-    return load_target(target_path)
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,6 @@ compare_main = main_of("compare")
 PROMPTS = ["The quick brown", "What is 12", "Ein Café"]
 
 
-@pytest.fixture(scope="module")
-def target(target_path):
-    return specdec.load_target(target_path)
-
-
 def comparison(speeds: dict[str, list[float]], plain_compiled: bool = False, **differences) -> Comparison:
     """Each way decodes a token a prompt, in so many seconds; plain decoding takes 1."""
     times = {"": [1.0] * len(next(iter(speeds.values())))} | speeds

@@ -19,12 +19,6 @@ from specdec.tuning.timing import SETTLE, in_turns, time_rounds
 FEW = {"topks": (1, 2), "steps": 3, "nodes": (3, 4, 8), "contexts": (8, 24), "repeats": 1}
 
 
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_target(context=256)
-    return target, tiny_drafter(target)
-
-
 def known(kind: Kind, context: float, rows: float = 1) -> tuple[float, float]:
     """Seconds of both parts in the form that the module states; v(N) bends at 8."""
     deeper, n = kind.levels - 1, kind.nodes
@@ -142,7 +136,7 @@ def test_costs_are_measured_once_and_anew_where_they_may_differ(pair, calls, tmp
     target, drafter = pair
     first = grid_costs(*pair, topks=(1, 2))
     assert grid_costs(*pair, topks=(1, 2)).points == first.points == known_points()
-    same = tiny_target(seed=9, context=256)
+    same = tiny_target(seed=9)
     grid_costs(same, tiny_drafter(same, seed=9), topks=(1, 2))  # the same shapes
     assert len(calls) == len(list(tmp_path.rglob("*.json"))) == 1
     grid_costs(*pair, topks=(1, 2), remeasure=True)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers import Credulous, main_of, tiny_drafter, tiny_target
+from helpers import Credulous, main_of, tiny_target
 from hybrids import hybrid_target
 from scipy import stats
 
@@ -44,12 +44,6 @@ def test_enumeration():
     assert exact_distance(SampleAndMatch(), WARM) < 1e-6
     assert exact_distance(SampleAndMatch(), FILTERED) < 1e-6
     assert exact_distance(Credulous(), WARM) > 0.05
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_target()
-    return target, tiny_drafter(target)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), WARM, FILTERED], ids=["greedy", "warm", "filtered"])

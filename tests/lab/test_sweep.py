@@ -18,18 +18,12 @@ from specdec.lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signatu
 from specdec.lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
 from specdec.lab.sweep.sweep_command import share_of
 from specdec.lab.traces.metrics import METRICS
-from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.verify import make_verifier
 
 sweep_main = main_of("sweep")
 
 SHAPES = ["1/2/3", "2/2/4", "2/2/60"]  # the last cannot be
-
-
-@pytest.fixture(scope="module")
-def target(target_path):
-    return load_target(target_path)
 
 
 def points_of(found, drafter_path):

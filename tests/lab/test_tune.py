@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import main_of, run_here, tiny_drafter, tiny_target
+from helpers import main_of, run_here, tiny_target
 
 from specdec.cli.checks import read_settings
 from specdec.drafters import ngram
@@ -19,12 +19,6 @@ from specdec.tuning.grid import Prediction, clairvoyant, predict, useful_trees
 
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]
 CHAIN, TREE = Chain(2), DynamicTree(2, 2, 5)
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_target()
-    return target, tiny_drafter(target)
 
 
 class Known:

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 
 import pytest
+import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import tiny_drafter, tiny_target
@@ -142,19 +143,16 @@ def test_gradients_by_readouts_and_heads(monkeypatch, parts, shared, frozen):
     monkeypatch.setattr(losses, "PIECE", 1)
     torch.manual_seed(0)
     readouts = [torch.randn(10, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-
-    def head():
-        return [torch.randn(8, width, dtype=torch.float64, requires_grad=not frozen) for width in parts]
-
-    heads = [head()] * 3 if shared else [head() for _ in range(3)]
+    own = {"dtype": torch.float64, "requires_grad": not frozen}
+    heads = [[torch.randn(8, width, **own) for width in parts] for _ in range(1 if shared else 3)]
+    heads *= 3 // len(heads)
     scales = [1.0, 0.5, 0.25]
     logits = [x @ torch.cat(h, 1).T for x, h in zip(readouts, heads, strict=True)]
     expected = 7 * sum(s * x.square().sum() for s, x in zip(scales, logits, strict=True))
     loss = 7 * losses.head_loss(Squares(scales), readouts, heads)
     torch.testing.assert_close(loss, expected)
     learners = readouts if frozen else readouts + [weight for h in heads[: 1 if shared else 3] for weight in h]
-    for got, wanted in zip(torch.autograd.grad(loss, learners), torch.autograd.grad(expected, learners), strict=True):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(torch.autograd.grad(loss, learners), torch.autograd.grad(expected, learners))
 
 
 @pytest.mark.parametrize("terms", [{"ce": 1.0}, {"ce": 0.5, "lk": 2.0, "tokens": 0.1}])
@@ -163,10 +161,7 @@ def test_autocast_rounds_the_products_only(terms):
     arrive in the parameters' fp32."""
     target = tiny_target()
     drafter = tiny_drafter(target, draft_vocab=9)
-    torch.manual_seed(3)
-    tokens = torch.randint(17, (4, 12))
-    logits, feats = target(tokens, None, taps=drafter.taps)
-    inputs = {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.ones(4, 12)}
+    inputs = short_runs.batch(target, drafter) | {"loss_mask": torch.ones(4, 12)}
     fine, _ = Eagle3Objective(steps=3, terms=terms)(drafter, **inputs)
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = Eagle3Objective(steps=3, terms=terms)(drafter, **inputs)

@@ -1,5 +1,6 @@
 """The report of a sweep: numbers worked out by hand, figures that are true to them, a page that needs nothing else."""
 
+import itertools
 import math
 import re
 from html.parser import HTMLParser
@@ -60,8 +61,7 @@ def test_calibration_by_hand():
     found = calibration(ROWS, bins=10)
     assert [(round(b["draft"], 6), b["accepted"], b["count"]) for b in found["bins"]] == expected
     assert found["error"] == pytest.approx(sum(abs(q - share) * n for q, share, n in expected) / 12, abs=1e-6)
-    silent = traced([0], 1, 5)
-    silent.tree.logq[1:] = math.nan
+    silent = traced([0], 1, 5, [math.nan] * 5)
     assert calibration([row("a", [silent])]) == {"bins": [], "error": None}
 
 
@@ -95,18 +95,15 @@ def test_the_probe_changes_nothing_and_sees_all():
     target = tiny_target(vocab=40)
     torch.manual_seed(0)
     drafter = eagle3.create(target).eval()
-    tree = DynamicTree(3, 3, 8)
-    probe = Probe(drafter)
+    tree, probe = DynamicTree(3, 3, 8), Probe(drafter)
     how = {"max_new_tokens": 20, "eos": frozenset()}
     plain = Engine(target, drafter, tree).generate([[1, 2, 3]], **how).rows[0]
     probed = Engine(target, probe, tree).generate([[1, 2, 3]], observer=probe, **how).rows[0]
     assert probed.tokens == plain.tokens
-    rounds = plain.trace.rounds
-    norms = probe.norms()
+    rounds, norms = plain.trace.rounds, probe.norms()
     assert [(n["step"], n["count"]) for n in norms] == [(0, rounds + 1), (1, 3 * rounds), (2, 3 * rounds)]
     assert all(n["low"] <= n["mean"] <= n["high"] for n in norms)
-    accepted = sum(plain.trace.accepted)
-    assert sum(taken for _, taken in probe.target) == accepted
+    assert sum(taken for _, taken in probe.target) == sum(plain.trace.accepted)
     assert len(probe.draft) == rounds
     assert sum(taken for _, taken in probe.draft) == sum(a > 0 for a in plain.trace.accepted)
     assert all(0 <= h <= math.log(40) + 1e-5 for h, _ in probe.target + probe.draft)
@@ -124,10 +121,8 @@ def test_the_probe_changes_nothing_and_sees_all():
 
 def test_the_pareto_front_by_brute_force():
     points = [(float(x * 7 % 11), float(x * 5 % 13), x) for x in range(11)]
-    front = figures.pareto(points)
-    better = [[q for q in points if q[0] <= p[0] and q[1] >= p[1] and q[:2] != p[:2]] for p in points]
-    assert sorted(front) == sorted(p for p, others in zip(points, better, strict=True) if not others)
-    assert front == sorted(front)
+    best = [p for p in points if not any(q[0] <= p[0] and q[1] >= p[1] and q[:2] != p[:2] for q in points)]
+    assert figures.pareto(points) == sorted(best)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -141,8 +136,7 @@ def test_labels_next_to_points_do_not_overlap(seed):
     figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in axis.texts]  # without the line to the point
     assert len(boxes) >= 5
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:i])
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -9,6 +9,8 @@ import re
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,12 +27,7 @@ class Killed(BaseException):
     """Ends the process as SIGKILL would: nothing of ours catches it."""
 
 
-def full(*_, **__):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def killed(*_, **__):
-    raise Killed
+full, killed = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), Mock(side_effect=Killed)
 
 
 def replace(folder: Path, text: str, fill=None) -> None:
@@ -84,13 +81,9 @@ def test_what_is_not_the_disks_fault_is_reported_as_it_is_and_leaves_nothing(tmp
 
 def test_torchs_writer_names_the_systems_reason(tmp_path):
     """torch raises a RuntimeError of its own in place of the system's error."""
-
-    class Full:
-        def write(self, data) -> int:
-            return full()
-
+    stream = SimpleNamespace(write=full)
     with pytest.raises(ValueError, match="No space left on device"):
-        files.write_whole(tmp_path / "a", lambda staging: torch.save({"x": torch.zeros(300_000)}, Full()))
+        files.write_whole(tmp_path / "a", lambda staging: torch.save({"x": torch.zeros(300_000)}, stream))
 
 
 def test_a_folder_is_replaced_whole(tmp_path):

@@ -64,10 +64,7 @@ def test_generate_keeps_what_was_done(number, code, decode, tmp_path, monkeypatc
 
 
 def test_a_reader_that_goes_away_loses_no_trace(decode, tmp_path, monkeypatch):
-    def gone():
-        raise BrokenPipeError
-
-    in_round(monkeypatch, 4, gone)
+    in_round(monkeypatch, 4, Mock(side_effect=BrokenPipeError))
     assert decode("--prompt", "The quick", "--steps", "2", "--max-new-tokens", "32").returncode == 0
     (row,) = read_trace(tmp_path / "t").rows
     assert len(row.rounds) == 2

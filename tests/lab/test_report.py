@@ -1,5 +1,7 @@
-"""The report of a sweep: numbers worked out by hand, figures that are true to them, a page that needs nothing else."""
+"""The report of a sweep: numbers worked out by hand, figures that are true to them, a page that needs nothing else. A
+wrapped drafter, by which reports observe, is the one that it holds."""
 
+import inspect
 import itertools
 import math
 import re
@@ -8,10 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from helpers import tiny_target
+from helpers import DRAFTERS, tiny_target
 from matplotlib.text import Text
 from sweeps import BEST, tiny_sweep
 
+from specdec.contracts import Drafter
 from specdec.drafters import eagle3
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
@@ -23,6 +26,7 @@ from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.report import REPORT, DrawnNode, best_tree_svg, round_svg, tree_svg, write_report
 from specdec.lab.sweep.store import collect, print_tables, table_of, write_results
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
+from specdec.lab.wrapped import WrappedDrafter
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.trees import DynamicTree
@@ -251,3 +255,29 @@ def test_nothing_to_report(out, tmp_path):
     (tmp_path / "figures").write_text("a file")
     with pytest.raises(ValueError, match=r"cannot write .*figures"):
         write_report(tmp_path, results, timings, command="")
+
+
+# Wrapped drafters
+
+
+# And of graphs
+OF_TRAINING = {"capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads",
+       "first_tokens", "start_from"}  # fmt: skip
+DERIVED = {"chain", "deepest"}  # which call what is passed on
+
+
+def test_everything_that_decoding_asks_of_a_drafter_is_passed_on():
+    """A member that `Drafter` gets must be passed on too, or be named above."""
+    members = {name for name in vars(Drafter) if not name.startswith("_")} | set(inspect.get_annotations(Drafter))
+    assert members - OF_TRAINING - DERIVED <= set(vars(WrappedDrafter))
+
+
+def test_it_drafts_the_same():
+    target = tiny_target()
+    for kind in ("eagle3", "medusa", "lookup"):
+        drafter = DRAFTERS[kind](target)
+        rows = [
+            Engine(target, each, DynamicTree(3, 3, 9)).generate([[1, 2, 3], [4] * 6], max_new_tokens=20).rows
+            for each in (drafter, WrappedDrafter(drafter))
+        ]
+        assert [row.trace for row in rows[0]] == [row.trace for row in rows[1]]

@@ -1,5 +1,7 @@
-"""The fused, piecewise losses against what autograd makes of plain ones."""
+"""The fused, piecewise losses against what autograd makes of plain ones. Muon in fp32, where a processor has no
+products in bf16, against torch's Muon."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -7,9 +9,12 @@ import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import tiny_drafter, tiny_target
+from torch import nn
 
 from specdec.training.data import Batch
 from specdec.training.features.online import online_features
+from specdec.training.loop import optim
+from specdec.training.loop.optim import Muon
 from specdec.training.objectives import losses
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.teacher import Student, Teacher, TopTeacher
@@ -196,3 +201,41 @@ def test_logits_under_autocast_leave_it_as_it_was():
     assert not torch.is_autocast_enabled("cpu")
     Eagle3Objective(steps=2)(drafter, **features)
     assert not torch.is_autocast_enabled("cpu")
+
+
+# Muon
+
+
+SHAPES = [(24, 48), (48, 24), (32, 32)]
+
+
+def stepped(kind: type, steps: int, state: dict | None = None) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """What so many steps add to matrices, and the optimizer; the first one is without a gradient."""
+    draw = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(shape, generator=draw)) for shape in [(3, 3), *SHAPES]]
+    optimizer, before = kind(matrices, lr=0.1, momentum=0.95, weight_decay=0.05), [m.detach().clone() for m in matrices]
+    if state is not None:
+        optimizer.load_state_dict(copy.deepcopy(state))  # which is changed in place
+    for _ in range(steps):
+        for matrix in matrices[1:]:
+            matrix.grad = torch.randn(matrix.shape, generator=draw)
+        optimizer.step()
+    return [matrix.detach() - old for matrix, old in zip(matrices, before, strict=True)], optimizer
+
+
+@pytest.mark.parametrize("state", [None, torch.optim.Muon, Muon])
+def test_steps_are_torchs_up_to_its_rounding(state, monkeypatch):
+    """Also from a state that the other one wrote."""
+    monkeypatch.setattr(optim, "fast_bf16", lambda device: False)
+    state = None if state is None else stepped(state, 3)[1].state_dict()
+    ours, theirs = (stepped(kind, 3, state)[0] for kind in (Muon, torch.optim.Muon))
+    assert not ours[0].any()
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert (one - other).norm() < 2**-5 * other.norm()  # torch rounds 15 products one after the other to 2^-9
+        assert not torch.equal(one, other)
+
+
+def test_with_products_in_bf16_it_is_torchs(monkeypatch):
+    monkeypatch.setattr(optim, "fast_bf16", lambda device: True)
+    ours, theirs = (stepped(kind, 2)[0] for kind in (Muon, torch.optim.Muon))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

@@ -261,8 +261,10 @@ def test_nothing_to_report(out, tmp_path):
 
 
 # And of graphs
-OF_TRAINING = {"capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads",
-       "first_tokens", "start_from"}  # fmt: skip
+OF_TRAINING = {
+    "capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads", "first_tokens",
+    "start_from",
+}  # fmt: skip
 DERIVED = {"chain", "deepest"}  # which call what is passed on
 
 

@@ -32,10 +32,8 @@ def comparison(speeds: dict[str, list[float]], plain_compiled: bool = False, **d
         "milliseconds_a_round": dict.fromkeys(PARTS, 1.0), "same_as_plain": 3, "settled": True, "prompts": 3,
         "num_draft_tokens": 4, "compiled": False,
     }  # fmt: skip
-    scores = []
-    for name in speeds:
-        faster, interval = ratio(tallies[name], tallies[""])
-        scores.append(Score(name=name, ratio_to_plain=faster, ratio_interval=interval, **shared | differences))
+    found = {name: ratio(tallies[name], tallies[""]) for name in speeds}
+    scores = [Score(name=n, ratio_to_plain=r, ratio_interval=i, **shared | differences) for n, (r, i) in found.items()]
     return Comparison(scores, 1.0, tallies, compiled=plain_compiled)
 
 

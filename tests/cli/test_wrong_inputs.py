@@ -132,13 +132,10 @@ def test_the_settings_in_conf_are_valid(words):
     ],
 )
 def test_settings_of_hydra_commands(config, path, value, message):
-    settings = settings_of(config)
-    inner, (*groups, name) = settings, path.split(".")
-    for group in groups:
-        inner = inner[group]
-    inner[name] = value
+    settings = OmegaConf.create(settings_of(config))
+    OmegaConf.update(settings, path, value, merge=False)
     with pytest.raises(ValueError, match=message):
-        check_settings(settings, config)
+        check_settings(OmegaConf.to_container(settings), config)
 
 
 TRAIN = COMMANDS["train"]

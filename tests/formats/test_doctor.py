@@ -74,10 +74,9 @@ def learn(target, answers, **forward):
     tokens = torch.nn.utils.rnn.pad_sequence([answer.tokens for answer in answers], batch_first=True)
     some = DraftVocab(target.vocab, torch.cat([torch.arange(50), tokens.flatten()]).unique())
     drafter = eagle3.create(target, vocab=some, taps=(2, 5, 8), intermediate_size=128, **forward)
-    h = target.config.hidden  # the norms differ, as those of heads that were trained for long
-    norms = {drafter.embed_norm: torch.full((h,), 3.0), drafter.hidden_norm: torch.full((h,), 0.3)}
-    for norm, gain in (norms | {drafter.norm: torch.rand(h) * 2 + 0.2}).items():
-        norm.requires_grad_(False).weight.copy_(gain)
+    # The norms differ, as those of heads that were trained for long.
+    for norm, gain in (drafter.embed_norm, 3.0), (drafter.hidden_norm, 0.3), (drafter.norm, torch.rand(36) * 2 + 0.2):
+        norm.requires_grad_(False).weight.copy_(torch.as_tensor(gain))
     optimizer = torch.optim.AdamW([p for p in drafter.parameters() if p.requires_grad], lr=1e-2)
     with torch.no_grad():
         feats = target(tokens[:, :-1], None, taps=drafter.taps, logits=False)[1]
@@ -213,19 +212,14 @@ def test_intervals_are_over_answers():
 
 
 @pytest.mark.parametrize(
-    ("gain", "taus", "expected"),
-    [
-        (0.1, (2.0, 2.1), "better"),
-        (0.1, (2.0, 2.0), "likelier"),
-        (-0.1, (2.0, 2.1), "worse"),
-        (0.001, (2.0, 2.1), "noise"),
-    ],
+    ("gain", "tau", "expected"),
+    [(0.1, 2.1, "better"), (0.1, 2.0, "likelier"), (-0.1, 2.1, "worse"), (0.001, 2.1, "noise")],
 )
-def test_a_reading_is_better_if_it_drafts_further_beyond_chance(gain, taus, expected):
+def test_a_reading_is_better_if_it_drafts_further_beyond_chance(gain, tau, expected):
     noise = torch.randn(400, 5, generator=torch.Generator().manual_seed(0)) * 0.1
     start, other = (
-        check.Outcome(check.Reading("", None, {}), None, Followed([], logp), (), tau)
-        for logp, tau in zip((torch.zeros(400, 5), gain + noise - noise.mean()), taus, strict=True)
+        check.Outcome(check.Reading("", None, {}), None, Followed([], logp), (), of)
+        for logp, of in ((torch.zeros(400, 5), 2.0), (gain + noise - noise.mean(), tau))
     )
     check.judge(other, start, tests=100)
     assert other.verdict == expected
@@ -240,13 +234,12 @@ def test_every_family_has_readings_that_load(kind, tmp_path):
     save_drafter(drafter, tmp_path / "it", target)
     rows = Engine(target).generate([[1, 2, 3]], max_new_tokens=8).rows
     texts = [check.Answer(torch.tensor(row.prompt + row.tokens), 3) for row in rows]
-    outcomes = check.compare(target, open_checkpoint(tmp_path / "it"), texts, steps=3).rounds[0]
-    assert len(outcomes) > 1
-    assert all(outcome.tau >= 1 for outcome in outcomes)
-    names = {outcome.name for outcome in outcomes}
+    taus = {o.name: o.tau for o in check.compare(target, open_checkpoint(tmp_path / "it"), texts, steps=3).rounds[0]}
+    assert len(taus) > 1
+    assert min(taus.values()) >= 1
     if kind == "dflash":
-        assert {"slot k predicts token p+k+1", "a slot sees no later one"} <= names
-    assert kind != "peagle" or not any("feedback" in name for name in names)  # it feeds nothing back
+        assert {"slot k predicts token p+k+1", "a slot sees no later one"} <= set(taus)
+    assert kind != "peagle" or not any("feedback" in name for name in taus)  # it feeds nothing back
     report = command.description.inspect(tmp_path / "it")
     assert report["problems"] == []
     if kind in LEARNERS:  # of the others the file holds a head, or an embedding that counts by itself
@@ -326,12 +319,9 @@ def arguments(target, tmp_path_factory):
 def test_check_prints_a_verdict(falsified, heads, arguments, tmp_path):
     folder = heads("EAGLE-3").folder
     out, _ = run(*arguments, falsified(folder, norm_before_residual=True))
-    for said in (
-        "Another reading does better: 'norm_before_residual False'",
-        "95 % interval",
-        "'noise' is a gain that chance explains",
-    ):
-        assert said in out
+    assert "Another reading does better: 'norm_before_residual False'" in out
+    assert "95 % interval" in out
+    assert "'noise' is a gain that chance explains" in out
     found = json.loads(run(*arguments, folder, "--json")[0])
     assert found["better_reading"] is None
     spreads = [(*r["tau_interval"], r["tau"]) for r in found["readings"] if r["tau_interval"] is not None]

@@ -1,6 +1,5 @@
 """The training loop in one process: the golden step, accumulation, averages, what is measured, what goes wrong."""
 
-import json
 import math
 import os
 import re
@@ -8,12 +7,13 @@ import signal
 import sys
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import BLOCKS, DRAFTERS, tiny_drafter, tiny_target
 from safetensors.torch import load_file
-from short_runs import assert_goes_on, samples, trainer
+from short_runs import assert_goes_on, samples, trainer, write_rows
 from test_golden import GOLDEN, golden_drafter
 
 from specdec.acceptance import read_acceptance
@@ -89,15 +89,15 @@ def test_two_batches_of_a_step_are_one_of_twice_the_size(tmp_path):
 def test_averages_are_evaluated_and_exported(tmp_path):
     run, plain = trainer(tmp_path / "ema", ema=0.5), trainer(tmp_path / "plain")
     expected = {name: p.detach().clone() for name, p in plain.parameters.items()}
-    step = plain._step
+    step = plain.optimizers.step
 
-    def watched(group):
-        out = step(group)
+    def watched(*how):
+        norm = step(*how)
         for name, parameter in plain.parameters.items():
             expected[name].lerp_(parameter.detach(), 0.5)
-        return out
+        return norm
 
-    plain._step = watched
+    plain.optimizers.step = watched
     assert plain.train()["heldout_loss"] != run.train()["heldout_loss"]
     exported = load_drafter(tmp_path / "ema" / "draft", run.target)
     for name, parameter in exported.named_parameters():
@@ -207,29 +207,25 @@ def test_expected_tau_is_what_a_loop_says(kind):
     for j in (0, 1):  # answers that often agree, so that chains grow
         agreeing = drafter.vocab.to_target(drafts[j].argmax(-1))[:, : 9 - j : 2]
         logits[:, j + 1 :: 2].scatter_(-1, agreeing[..., None], 9.0)
-    greedy = sampled = counted = 0.0
-    for b in range(2):
-        for t in range(9):
-            if not mask[b, t + 1]:
-                continue
-            counted, greedy, sampled = counted + 1, greedy + 1, sampled + 1
-            agree = accept = 1.0
-            for j in range(steps):
-                if t + 1 + j >= 10 or not mask[b, t + 1 + j]:
-                    break
-                p, q = logits[b, t + 1 + j].softmax(-1), drafts[j][b, t].softmax(-1)
-                agree *= float(drafter.vocab.ids[q.argmax()] == p.argmax())
-                accept *= torch.minimum(p[drafter.vocab.ids], q).sum().item()
-                greedy, sampled = greedy + agree, sampled + accept
+    starts = (mask[:, 1:] > 0).nonzero()
+    greedy = sampled = float(len(starts))
+    for b, t in starts:
+        agree = accept = 1.0
+        for j in range(steps):
+            if t + 1 + j >= 10 or not mask[b, t + 1 + j]:
+                break
+            p, q = logits[b, t + 1 + j].softmax(-1), drafts[j][b, t].softmax(-1)
+            agree *= float(drafter.vocab.ids[q.argmax()] == p.argmax())
+            accept *= torch.minimum(p[drafter.vocab.ids], q).sum().item()
+            greedy, sampled = greedy + agree, sampled + accept
     got = expected_tau(drafter, feats, tokens, logits, mask, steps)
-    assert got.tolist() == pytest.approx([greedy, sampled, counted], rel=1e-5)
-    assert greedy > counted + 2
+    assert got.tolist() == pytest.approx([greedy, sampled, len(starts)], rel=1e-5)
+    assert greedy > len(starts) + 2
 
 
 def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tmp_path, pictures):
     target = load_target(target_path)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [f"What is {n} + 1?"]}) + "\n" for n in range(5)))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *({"turns": [f"What is {n} + 1?"]} for n in range(5)))
     settings = {"prompts": str(prompts), "decode_every": 2, "decode_prompts": 3, "decode_tokens": 12, "decode_steps": 3}
     config = TrainerConfig(steps=4, warmup=0, lr=1e-2, eval_batches=1, **settings)
     data = Batches(samples(vocab=target.config.vocab), 100, 0)
@@ -251,17 +247,12 @@ def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tm
 
 
 def test_loggers_get_copies_of_the_log(tmp_path, monkeypatch):
-    started, logged = {}, []
-
-    def init(**settings):
-        started.update(settings)
-        return SimpleNamespace(log=lambda row, step: logged.append((step, row)))
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", wandb := Mock())
     run = trainer(tmp_path, steps=2, logger="wandb")
-    assert not started, "a run that fails before its first step leaves nothing"
+    assert not wandb.init.called, "a run that fails before its first step leaves nothing"
     run.train()
-    assert started["dir"] == str(tmp_path)
+    assert wandb.init.call_args.kwargs["dir"] == str(tmp_path)
+    logged = [(call.kwargs["step"], call.args[0]) for call in wandb.init.return_value.log.call_args_list]
     assert [step for step, row in logged if "train/loss" in row] == [1, 2]
     assert all(row["train/tokens_per_second"] > 0 for _, row in logged if "train/loss" in row)
     assert any("heldout/expected_tau" in row for _, row in logged)
@@ -277,10 +268,8 @@ def test_tensorboard_shows_the_log(tmp_path):
 
     trainer(tmp_path, steps=4, logger="tensorboard").train()
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    rows = [row for row in read_log(tmp_path / "log.jsonl") if row["split"] == "train"]
-    assert [(e.step, pytest.approx(e.value)) for e in found.Scalars("train/loss")] == [
-        (row["step"], row["loss"]) for row in rows
-    ]
+    losses = [(row["step"], row["loss"]) for row in read_log(tmp_path / "log.jsonl") if row["split"] == "train"]
+    assert [(e.step, pytest.approx(e.value)) for e in found.Scalars("train/loss")] == losses
     assert {"train/accuracy_0", "heldout/expected_tau", "train/tokens_per_second"} <= set(found.Tags()["scalars"])
 
 

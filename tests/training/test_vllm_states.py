@@ -1,6 +1,7 @@
 """Features from files of hidden states as vLLM writes them. A stand-in writes them here, from transformers' modules:
 the inputs of the layers, and the output of the last one."""
 
+import itertools
 import json
 import os
 import re
@@ -241,13 +242,11 @@ def connector(monkeypatch, tmp_path):
             saves, self._pending_saves = [*self._pending_saves.values()], {}
             return SimpleNamespace(pending_saves=saves)
 
-    parts = ["vllm", "distributed", "kv_transfer", "kv_connector", "v1"]
-    for end in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
-    example = SimpleNamespace(
+    for name in itertools.accumulate(["vllm", "distributed", "kv_transfer", "kv_connector", "v1"], "{}.{}".format):
+        monkeypatch.setitem(sys.modules, name, package := ModuleType(name))
+    package.example_hidden_states_connector = SimpleNamespace(
         PendingSave=PendingSave, ExampleHiddenStatesConnector=Example, logger=logging.get_logger("vllm")
     )
-    monkeypatch.setattr(sys.modules[".".join(parts)], "example_hidden_states_connector", example, raising=False)
     monkeypatch.delitem(sys.modules, "specdec.training.vllm_side.hidden_state_files", raising=False)
     module = import_module("specdec.training.vllm_side.hidden_state_files")
     draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=[3, 0, 2]))

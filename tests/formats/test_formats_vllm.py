@@ -3,6 +3,7 @@ gives. `scripts/check_in_vllm.py` tries the same in vLLM itself."""
 
 import json
 import shlex
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
@@ -53,13 +54,11 @@ def written(drafter, target, tmp_path, target_folder):
 def states_of(model, tokens):
     """What vLLM gathers under the names 0 to N: what enters the layers, and what leaves the last one, not normed."""
     states = []
-    hooks = [
-        module.register_forward_pre_hook(lambda module, args: states.append(args[0]))
-        for module in (*model.model.layers, model.model.norm)
-    ]
-    model(tokens)
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for module in (*model.model.layers, model.model.norm):
+            hook = module.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+            hooks.callback(hook.remove)
+        model(tokens)
     return states
 
 
@@ -133,10 +132,9 @@ def test_a_bias_of_fc_goes_into_an_embedding_of_the_heads_own(pair, tmp_path):
             to(tmp_path / "vllm", tmp_path / "no", name)
 
 
-@pytest.mark.parametrize("kind", ["one block", "two blocks", "own matrices"])
-def test_medusa_in_the_words_of_vllm(kind, pair, tmp_path):
+@pytest.mark.parametrize(("blocks", "own"), [(1, False), (2, False), (1, True)])
+def test_medusa_in_the_words_of_vllm(blocks, own, pair, tmp_path):
     folder, target, _ = pair
-    blocks, own = 2 if kind == "two blocks" else 1, kind == "own matrices"
     drafter = randomized(medusa.create(target, heads=3, blocks=blocks, own_heads=own))
     config, tensors = written(drafter, target, tmp_path, folder)
     assert (config["num_heads"], config["num_hidden_layers"]) == (3, blocks)
@@ -312,13 +310,12 @@ def test_what_starts_a_server(name, tmp_path):
     assert (steps, tokens) == (("3", "4") if name.startswith("eagle") else (None, None))  # a block says it itself
 
 
-@pytest.mark.parametrize(("title", "method"), [("P-EAGLE", "eagle3"), ("PARD", "draft_model")])
-def test_vllm_gets_the_mask_rows(title, method, tmp_path):
-    (family,) = (family for family in FAMILIES if family.title == title)
-    config = json.loads(
-        shlex.split(start_command("vllm", SimpleNamespace(family=family, meaning=None), tmp_path, "T"))[4]
-    )
-    assert (config["method"], config["parallel_drafting"]) == (method, True)
+def test_vllm_gets_the_mask_rows(tmp_path):
+    families = {family.title: family for family in FAMILIES}
+    for title, method in ("P-EAGLE", "eagle3"), ("PARD", "draft_model"):
+        head = SimpleNamespace(family=families[title], meaning=None)
+        config = json.loads(shlex.split(start_command("vllm", head, tmp_path, "T"))[4])
+        assert (config["method"], config["parallel_drafting"]) == (method, True)
     assert all(bool(family.method) == ("vllm" in family.servers) for family in FAMILIES)
 
 

@@ -154,7 +154,7 @@ def test_a_run_with_own_parts_leaves_a_drafter_that_needs_them(parts, target_pat
         (["drafter=my.py:head:runs/x"], "give from="),
         (["drafter=my.py:broken", "drafter.wide=3"], "Could not override 'drafter.wide'"),
         (["drafter=my.py:no_drafter"], "makes a int: it must make a specdec.contracts.Drafter"),
-        (["drafter=my.py:stubborn"], "makes a drafter that does not learn"),
+        (["drafter=my.py:stubborn"], "my.py:stubborn makes a drafter that does not learn"),
         (["drafter=my.py:undecodable"], "decoding with it failed: RuntimeError: no step"),
         (["objective=my.py:wide"], "it must make a specdec.training.objectives.base.Objective"),
         (["drafter=my.py:head", "objective=block"], "a first training step failed"),

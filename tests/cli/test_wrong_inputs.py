@@ -164,14 +164,6 @@ def test_a_path_may_hold_anything():
             assert compose("train", [word]).target.path == path
 
 
-def test_a_wrong_flag_of_a_command_of_hydra_names_the_nearest():
-    for word, meant in (("--model", "--target"), ("--taget", "--target"), ("--dataset=x", "--data")):
-        with pytest.raises(ValueError, match=f"there is no flag {word.partition('=')[0]}; there is {meant}"):
-            hydra_words("train", TRAIN.words, {}, [word, "x"])
-    with pytest.raises(ValueError, match="there is no setting model; there is target"):
-        hydra_words("train", TRAIN.words, {}, ["model=x"])
-
-
 def test_a_setting_without_a_value_shows_how_it_is_written(tmp_path):
     code, err = call(("train", "data.path", "conv.jsonl"), tmp_path)
     assert code == 2

@@ -3,6 +3,7 @@
 import json
 import lzma
 import shutil
+import sys
 
 import pytest
 from helpers import main_of, refused, run_here
@@ -193,17 +194,15 @@ def test_a_stream_is_read_no_further_than_needed_and_gives_the_same_batches_agai
     assert [next(resumed).tokens.tolist() for _ in range(2)] == whole[5:]
 
 
-def test_a_data_set_that_is_not_there_is_one_sentence(hub, tmp_path):
+def test_a_data_set_that_is_not_there_is_one_sentence(hub, tmp_path, monkeypatch):
+    """Also where the library `datasets` is not installed."""
     with pytest.raises(ValueError, match="cannot read the data set someone/nothing"):
         list(read_records("someone/nothing"))
     hub.DatasetDict(test=hub.Dataset.from_list(ROWS)).save_to_disk(tmp_path / "mine")
     with pytest.raises(ValueError, match=r"cannot read the data set .*mine: 'train'"):
         list(read_records(tmp_path / "mine"))
     assert len(list(read_records(tmp_path / "mine", split="test"))) == 5
-
-
-def test_without_datasets_the_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'specdec\[data\]'"):
         list(read_records("HuggingFaceH4/ultrachat_200k"))
 

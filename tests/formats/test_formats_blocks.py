@@ -85,9 +85,11 @@ SERVED = {
     "deepspec": ({"label": "p+k+1"}, "vLLM knows DFlash with slot k for token p", "SGLang knows DFlash with slot k"),
     "dspark": ({}, None, None),
     "domino": ({}, "vLLM would draft wrongly with this head: it knows no domino", None),
-    "rnn": ({}, "it knows no markov_rnn", "it knows no markov_rnn"),
-    "taps": ({}, "vLLM gathers taps in ascending order", "SGLang gathers taps in ascending order"),
-    "last": ({}, "vLLM has only as it is before the final norm", "SGLang does not give"),
+    "markov_rnn": ({}, "it knows no markov_rnn", "it knows no markov_rnn"),
+    "taps out of order": (
+        {"taps": (6, 2, 10)}, "vLLM gathers taps in ascending order", "SGLang gathers taps in ascending order"
+    ),
+    "last tap": ({"taps": (2, 6, 12)}, "vLLM has only as it is before the final norm", "SGLang does not give"),
 }  # fmt: skip
 
 
@@ -96,14 +98,15 @@ SERVED = {
 def test_servers_get_what_they_read(name, server, target, tmp_path):
     """What is exported reads back as what it was."""
     changes, *said = SERVED[name]
-    meaning, tensors = dflash.FAMILY.dismantle(drafter_of("dspark" if name == "dspark" else "dflash"), target)
-    meaning = dataclasses.replace(meaning, forward=dataclasses.replace(meaning.forward, **changes))
-    if name in ("rnn", "domino"):
-        head = {"rnn": "markov_rnn", "domino": "domino"}[name]
-        made = create(target, layers=2, taps=meaning.taps, block_size=6, label="p+k+1", conditional=head, rank=16)
-        meaning, tensors = dflash.FAMILY.dismantle(made, target)
-    elif name in ("taps", "last"):
-        meaning = dataclasses.replace(meaning, taps={"taps": (6, 2, 10), "last": (2, 6, 12)}[name])
+    drafter = drafter_of("dspark" if name == "dspark" else "dflash")
+    if name in ("markov_rnn", "domino"):
+        how = {"layers": 2, "block_size": 6, "label": "p+k+1", "rank": 16}
+        drafter = create(target, taps=drafter.taps, conditional=name, **how)
+    meaning, tensors = dflash.FAMILY.dismantle(drafter, target)
+    if "tap" in name:
+        meaning = dataclasses.replace(meaning, **changes)
+    else:
+        meaning = dataclasses.replace(meaning, forward=dataclasses.replace(meaning.forward, **changes))
     usual = dflash_layout.SPECULATORS if "anchor" in name else dflash_layout.ZLAB
     write_folder(tmp_path / "it", *usual.write(meaning, tensors, facts_of(target)))
     ends = {"model.embed_tokens.weight": target.embed.weight.data, "lm_head.weight": target.head.weight.data}

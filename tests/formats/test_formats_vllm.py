@@ -4,6 +4,7 @@ gives. `scripts/check_in_vllm.py` tries the same in vLLM itself."""
 import json
 import shlex
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -153,12 +154,11 @@ def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
     """vLLM and transformers give the projection after the attention a bias too, which they would leave undefined."""
     folder, target, _ = pair
     drafter = randomized(eagle3.create(target, init="random", qkv_bias=True, taps=(1, 3, 5)))
-    _, tensors = written(drafter, target, tmp_path, folder)
-    assert not tensors["layers.0.self_attn.o_proj.bias"].any()
+    bias = written(drafter, target, tmp_path, folder)[1]["layers.0.self_attn.o_proj.bias"]
+    assert not bias.any()
     again = load_drafter(tmp_path / "vllm", target)
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
-    bias = "layers.0.self_attn.o_proj.bias"
-    edit_tensors(tmp_path / "vllm", **{bias: tensors[bias] + 1})
+    edit_tensors(tmp_path / "vllm", **{"layers.0.self_attn.o_proj.bias": bias + 1})
     with pytest.raises(ValueError, match=r"holds the tensor .*o_proj.bias"):
         load_drafter(tmp_path / "vllm", target)
 
@@ -166,18 +166,17 @@ def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
 # What others read otherwise is written out, or said
 
 
-@pytest.mark.parametrize("layout", ["eagle3", "specdec", "speculators", "modelopt"])
-def test_what_others_would_guess_is_written(layout, pair, tmp_path):
+def test_what_others_would_guess_is_written(pair, tmp_path):
     """Both counts of the layers, and `norm_before_residual` though it is off."""
     folder, target, _ = pair
     save_drafter(eagle3.create(target, taps=(5, 1, 3)), tmp_path / "ours", target)
-    convert(tmp_path / "ours", tmp_path / "there", layout, folder)
-    config = json.loads((tmp_path / "there" / "config.json").read_text())
-    assert config["norm_before_residual"] is False
-    if layout == "eagle3":
-        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # vLLM: what enters these layers
-        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang: what leaves these
-        assert load_drafter(tmp_path / "there", target).taps == (1, 3, 5)
+    for layout in ("specdec", "speculators", "modelopt", "eagle3"):
+        convert(tmp_path / "ours", tmp_path / layout, layout, folder)
+        config = json.loads((tmp_path / layout / "config.json").read_text())
+        assert config["norm_before_residual"] is False
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # vLLM: what enters these layers
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang: what leaves these
+    assert load_drafter(tmp_path / "eagle3", target).taps == (1, 3, 5)
 
 
 def test_doubts_are_said(tmp_path):
@@ -272,28 +271,25 @@ def test_training_says_at_its_start_which_servers_could_not_load_the_drafter(
 
 # What starts a server with an export: as `scripts/check_in_vllm.py` starts vLLM's engine, and by SGLang's flags
 
-# A drafter -> vLLM's method and number of tokens (heads of Medusa, slots of a block), and SGLang's algorithm.
-STARTED = {
-    "eagle3": ("eagle3", 3, "EAGLE3"),
-    "eagle2": ("eagle", 3, "EAGLE"),
-    "medusa": ("medusa", 3, None),
-    "dflash": ("dflash", 5, "DFLASH"),
-    "dspark": ("dspark", 5, "DSPARK"),
-}
+# How a drafter that is not bundled is made, vLLM's method and number of tokens (heads of Medusa, slots of a block), and
+# SGLang's algorithm.
+BLOCK = partial(dflash.create, layers=1, taps=2)
 MARKOV = {"label": "p+k+1", "conditional": "markov", "rank": 4, "confidence": True}
-MADE = {  # of those that are not bundled
-    "medusa": lambda target: medusa.create(target, heads=3),
-    "dflash": lambda target: dflash.create(target, layers=1, taps=2, block_size=6),
-    "dspark": lambda target: dflash.create(target, layers=1, taps=2, block_size=5, **MARKOV),
+STARTED = {
+    "eagle3": (None, "eagle3", 3, "EAGLE3"),
+    "eagle2": (None, "eagle", 3, "EAGLE"),
+    "medusa": (partial(medusa.create, heads=3), "medusa", 3, None),
+    "dflash": (partial(BLOCK, block_size=6), "dflash", 5, "DFLASH"),
+    "dspark": (partial(BLOCK, block_size=5, **MARKOV), "dspark", 5, "DSPARK"),
 }
 
 
 @pytest.mark.parametrize("name", STARTED)
 def test_what_starts_a_server(name, tmp_path):
-    (method, count, algorithm), folder = STARTED[name], tmp_path / "a head"
+    (make, method, count, algorithm), folder = STARTED[name], tmp_path / "a head"
     place = specdec.DEMO_TARGET.parent / name
-    if name in MADE:
-        save_drafter(MADE[name](target := tiny_target()), place := tmp_path / name, target)
+    if make is not None:
+        save_drafter(make(target := tiny_target()), place := tmp_path / name, target)
     checkpoint = open_checkpoint(place)
     words = shlex.split(start_command("vllm", checkpoint, folder, "some/target"))
     assert words[:4] == ["vllm", "serve", "some/target", "--speculative-config"]

@@ -290,13 +290,10 @@ def test_progress_from_the_first_step_and_the_switch(tmp_path, capsys):
     assert steps("switch") == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_mistakes_are_named(tmp_path):
+    for settings, message in (
         ({"ema": 1.5}, "ema must be null or a decay"),
         ({"kind": "medusa", "recompute": True}, "recompute is for drafters with a layer"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, **settings)
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, **settings)

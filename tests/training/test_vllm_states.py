@@ -153,12 +153,6 @@ def test_files_that_say_nothing_are_read_by_the_servers_layers(where, target_pat
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4 * ours.abs().max().item())
 
 
-def other_weights(stand_in, ids):
-    torch.nn.init.normal_(stand_in.model.lm_head.weight)
-    for text in ids:
-        stand_in.write(text)
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -174,7 +168,10 @@ def other_weights(stand_in, ids):
             r"holds 2 states of width 48, and layers \[0, 1, 2, 3\]",
         ),
         (lambda s, ids: s.write(ids[0], says={"layers": ["0"]}), "specdec must be an object whose layers are whole"),
-        (other_weights, "vLLM's next token is not among the 4 likeliest, so in .*: these are another target's states"),
+        (
+            lambda s, ids: (torch.nn.init.normal_(s.model.lm_head.weight), *map(s.write, ids)),
+            "vLLM's next token is not among the 4 likeliest, so in .*: these are another target's states",
+        ),
         (lambda s, ids: os.truncate(s.write(ids[0]), 2000), "cmpl-0.safetensors is damaged or cut off: "),
         (lambda s, ids: s.write(ids[0], end=-1), "is not whole: it has states of shape"),
         (

@@ -5,11 +5,11 @@ import inspect
 import subprocess
 import sys
 import tomllib
-from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from helpers import run_here
 
 import specdec
 from specdec import __main__ as entry
@@ -29,31 +29,29 @@ from specdec.verify import VERIFIERS, VerifierSettings
 ROOT = Path(__file__).parents[2]
 
 
-def shown(argv: list[str], capsys) -> str:
+def shown(*words: str) -> str:
     """What the command prints, wherever it ends."""
-    with suppress(SystemExit):
-        entry.main(argv)
-    return capsys.readouterr().out
+    return run_here(entry.main, *words).stdout
 
 
-def test_the_overview_fits_a_screen_and_names_ten_commands(capsys):
-    lines = shown(["--help"], capsys).splitlines()
-    assert lines == shown([], capsys).splitlines()
+def test_the_overview_fits_a_screen_and_names_ten_commands():
+    lines = shown("--help").splitlines()
+    assert lines == shown().splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
     first = [line.split()[0] for line in lines if line.startswith("  ")]
     assert first == list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     assert len(set(first) - {"lab"}) == 10
     for group in GROUPS:
-        inner = shown([group], capsys)
-        assert inner == shown([group, "--help"], capsys)
+        inner = shown(group)
+        assert inner == shown(group, "--help")
         assert all(f"  {name} " in inner for name in COMMANDS if name.startswith(f"{group} "))
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name, capsys, monkeypatch):
+def test_every_command_explains_itself(name, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    lines = shown([*name.split(), "--help"], capsys).splitlines()
+    lines = shown(*name.split(), "--help").splitlines()
     assert lines[0].startswith(f"usage: specdec {name} ")
     assert len(lines) <= 70
     assert max(map(len, lines)) <= 120
@@ -77,6 +75,9 @@ REFUSED = (
     ("serve --port 70000", "--port must be at most 65535"),
     ("serve --tree auto", "--tree auto chooses for one load"),
     ("train --model x", "there is no flag --model; there is --target"),
+    ("train --taget x", "there is no flag --taget; there is --target"),
+    ("train --dataset=x", "there is no flag --dataset; there is --data"),
+    ("train model=x", "there is no setting model; there is target"),
     ("train --draft demo/eagle3", "there is no flag --draft; there is --from"),
     ("train --sed 3", "there is no flag --sed; there is --seed"),
     ("train trainer.stps=3", "There is trainer.steps"),
@@ -126,13 +127,10 @@ for line in {lines!r}:
 
 
 @pytest.mark.parametrize(("old", "new"), OLD.items())
-def test_old_names_say_the_new_ones(old, new, capsys):
-    words = [*old.split(), *(["inspect"] if new == "checkpoint" else []), "--help"]
-    with suppress(SystemExit):
-        entry.main(words)
-    out, err = capsys.readouterr()
-    assert out.startswith(f"usage: specdec {new}")
-    assert err == f"note: specdec {old} is now specdec {new}\n"
+def test_old_names_say_the_new_ones(old, new):
+    done = run_here(entry.main, *old.split(), *(["inspect"] if new == "checkpoint" else []), "--help")
+    assert done.stdout.startswith(f"usage: specdec {new}")
+    assert done.stderr == f"note: specdec {old} is now specdec {new}\n"
 
 
 def test_old_flags_say_the_new_ones(capsys, tmp_path):
@@ -193,12 +191,10 @@ def test_a_flag_of_one_command_stands_in_the_table_of_commands(monkeypatch):
     assert parse("generate", ["--prompt", "x", "--fresh"]).fresh
 
 
-def test_the_version(capsys):
-    assert shown(["--version"], capsys) == f"{specdec.__version__}\n"
-    long = shown(["--version", "--verbose"], capsys)
-    assert {"specdec", "torch", "transformers", "system", "device", "cpu"} <= {
-        x.split(":")[0] for x in long.splitlines()
-    }
+def test_the_version():
+    assert shown("--version") == f"{specdec.__version__}\n"
+    named = {line.split(":")[0] for line in shown("--version", "--verbose").splitlines()}
+    assert named >= {"specdec", "torch", "transformers", "system", "device", "cpu"}
 
 
 def test_everything_is_installed():

@@ -9,6 +9,8 @@ import re
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,24 +27,21 @@ class Killed(BaseException):
     """Ends the process as SIGKILL would: nothing of ours catches it."""
 
 
-def full(*_, **__):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+full, killed = Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))), Mock(side_effect=Killed)
 
 
-def killed(*_, **__):
-    raise Killed
-
-
-def filler(text: str):
-    return lambda staging: (staging / "a").write_text(text)
-
-
-def replace(folder: Path, text: str) -> None:
-    files.replace_folder(folder, filler(text), ("a",), "a thing")
+def replace(folder: Path, text: str, fill=None) -> None:
+    files.replace_folder(folder, fill or (lambda staging: (staging / "a").write_text(text)), ("a",), "a thing")
 
 
 def names(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
+
+
+def assert_whole(folder: Path, text: str) -> None:
+    """It has this text, and nothing is next to it."""
+    assert names(folder.parent) == [folder.name]
+    assert (folder / "a").read_text() == text
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path):
@@ -82,21 +81,16 @@ def test_what_is_not_the_disks_fault_is_reported_as_it_is_and_leaves_nothing(tmp
 
 def test_torchs_writer_names_the_systems_reason(tmp_path):
     """torch raises a RuntimeError of its own in place of the system's error."""
-
-    class Full:
-        def write(self, data) -> int:
-            return full()
-
+    stream = SimpleNamespace(write=full)
     with pytest.raises(ValueError, match="No space left on device"):
-        files.write_whole(tmp_path / "a", lambda staging: torch.save({"x": torch.zeros(300_000)}, Full()))
+        files.write_whole(tmp_path / "a", lambda staging: torch.save({"x": torch.zeros(300_000)}, stream))
 
 
 def test_a_folder_is_replaced_whole(tmp_path):
     folder = tmp_path / "new" / "thing"
     replace(folder, "old")
     replace(folder, "new")
-    assert (folder / "a").read_text() == "new"
-    assert names(folder.parent) == ["thing"]
+    assert_whole(folder, "new")
     (folder / "mine").write_text("")
     with pytest.raises(ValueError, match=r"thing holds mine, which is not of a thing; choose another folder"):
         replace(folder, "newer")
@@ -113,11 +107,10 @@ def test_what_a_killed_write_left_goes_before_the_next_one(tmp_path, monkeypatch
         if what == "first rename":
             patch.setattr(Path, "rename", killed)
         with pytest.raises(Killed):
-            files.replace_folder(folder, killed if what == "fill" else filler("new"), ("a",), "a thing")
+            replace(folder, "new", killed if what == "fill" else None)
     assert names(tmp_path) == ["thing", "thing.partial"]
     files.check_makeable(folder)
-    assert names(tmp_path) == ["thing"]
-    assert (folder / "a").read_text() == "old"
+    assert_whole(folder, "old")
     files.check_makeable(tmp_path / "not" / "there")
     assert names(tmp_path) == ["thing"]
 
@@ -146,17 +139,14 @@ def test_a_folder_that_cannot_be_written_is_not_lost(tmp_path, monkeypatch, what
         if what != "fill":
             patch.setattr(Path, "rename", failing)
         with pytest.raises(ValueError if end is full else Killed):
-            files.replace_folder(folder, end if what == "fill" else filler("new"), ("a",), "a thing")
+            replace(folder, "new", end if what == "fill" else None)
     if end is full:
-        assert names(tmp_path) == ["thing"]
-        assert (folder / "a").read_text() == "old"
+        assert_whole(folder, "old")
     with pytest.raises(ValueError, match="No space left"):  # and the next write fails too
-        files.replace_folder(folder, full, ("a",), "a thing")
-    assert names(tmp_path) == ["thing"]
-    assert (folder / "a").read_text() == "old"
+        replace(folder, "newer", full)
+    assert_whole(folder, "old")
     replace(folder, "newest")
-    assert names(tmp_path) == ["thing"]
-    assert (folder / "a").read_text() == "newest"
+    assert_whole(folder, "newest")
 
 
 def test_what_several_processes_make_is_made_once(tmp_path, monkeypatch):
@@ -186,8 +176,7 @@ def renames(source: str) -> list[int]:
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            of = node.func.value.id if isinstance(node.func.value, ast.Name) else None
-            whole = (of, node.func.attr) in {("os", "replace"), ("os", "rename"), ("shutil", "move")}
+            whole = ast.unparse(node.func) in ("os.replace", "os.rename", "shutil.move")
             if whole or (node.func.attr in ("rename", "replace") and len(node.args) == 1 and not node.keywords):
                 found.append(node.lineno)
     return found
@@ -200,16 +189,12 @@ def test_nobody_else_renames():
     assert places == [ROOT / "specdec" / "cli" / "files.py", ROOT / "training" / "vllm_side" / "hidden_state_files.py"]
 
 
-@pytest.mark.parametrize("path", ["/", "/tmp", "/usr/../etc", str(Path.home())])
-def test_results_get_a_folder_of_their_own(path):
-    with pytest.raises(ValueError, match="give a folder of its own"):
-        files.output_folder(path)
-
-
-def test_a_results_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_results_get_a_folder_of_their_own(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"^cannot write to .*file: File exists$"):
-        files.output_folder(tmp_path / "file")
+    for path in ("/", "/tmp", "/usr/../etc", str(Path.home()), tmp_path / "file"):
+        message = r"^cannot write to .*file: File exists$" if path == tmp_path / "file" else "give a folder of its own"
+        with pytest.raises(ValueError, match=message):
+            files.output_folder(path)
 
 
 # Lines that are too long to tokenize are refused before they are in memory
@@ -218,24 +203,14 @@ LONG = "word " * (MOST_LINE // 5 + 1)
 WORDS = "longer than 4 MiB, the most that one line or text may have"
 
 
-def conversation(text: str) -> dict:
-    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
-
-
-def as_lines(*texts: str) -> bytes:
-    return "".join(json.dumps(conversation(text)) + "\n" for text in texts).encode()
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.jsonl", as_lines("a", LONG, "b")),
-        ("a.jsonl.xz", lzma.compress(as_lines("a", LONG, "b"), preset=0)),
-        ("a.json", json.dumps([conversation(text) for text in ("a", LONG, "b")]).encode()),
-    ],
-)
-def test_a_record_that_is_too_long_is_a_bad_one(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.xz", "a.json"])
+def test_a_record_that_is_too_long_is_a_bad_one(tmp_path, name):
+    rows = [
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
+        for text in ("a", LONG, "b")
+    ]
+    content = json.dumps(rows) if name == "a.json" else "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / name).write_bytes(lzma.compress(content.encode(), preset=0) if "xz" in name else content.encode())
     found, tally = [], Tally("skip")
     for record in read_records(tmp_path / name):
         with tally.record(record.where):
@@ -245,24 +220,19 @@ def test_a_record_that_is_too_long_is_a_bad_one(tmp_path, name, content):
     assert re.fullmatch(rf".*{name} (line|row) 2: it is {WORDS}", tally.first_bad)
 
 
-def test_a_text_that_is_too_long_is_refused(tmp_path):
-    (tmp_path / "a.txt").write_text(f"a\n{LONG}\n")
-    with pytest.raises(ValueError, match=f"a.txt line 2 is {WORDS}"):
-        list(read_records(tmp_path / "a.txt"))
-
-
 @pytest.mark.parametrize(
-    ("name", "content"),
+    ("read", "name", "content"),
     [
-        ("a.jsonl", f'{{"prompt": "a"}}\n{{"prompt": "{LONG}"}}\n'),
-        ("a.json", f'["a", "{LONG}"]'),
-        ("a.txt", f"a\n{LONG}\n"),
+        (read_prompts, "a.jsonl", f'{{"prompt": "a"}}\n{{"prompt": "{LONG}"}}\n'),
+        (read_prompts, "a.json", f'["a", "{LONG}"]'),
+        (read_prompts, "a.txt", f"a\n{LONG}\n"),
+        (read_records, "a.txt", f"a\n{LONG}\n"),
     ],
 )
-def test_a_prompt_that_is_too_long_is_refused(tmp_path, name, content):
+def test_a_text_that_is_too_long_is_refused(tmp_path, read, name, content):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=rf"{name} (line|row) 2 is {WORDS}"):
-        read_prompts(tmp_path / name)
+        list(read(tmp_path / name))
 
 
 def test_a_line_of_50_mb_is_not_in_memory(tmp_path):

@@ -35,7 +35,6 @@ class Small(DynamicTree):
     steps: int = 2
     num_draft_tokens: int = 5
 
-@dataclass(frozen=True)
 class Flat(Small):
     def grow(self, *given, **how):
         tree = super().grow(*given, **how)
@@ -55,15 +54,9 @@ class Twice(Eagle3Objective):
         super().__init__(steps=steps)
 
 number = 3
-
-def no_vocab(target):
-    return 3
-
-def no_default(target, vocab, width):
-    return 3
-
-def no_drafter(target, vocab=None):
-    return 3
+no_vocab = lambda target: 3
+no_default = lambda target, vocab, width: 3
+no_drafter = lambda target, vocab=None: 3
 
 def stubborn(target, vocab=None):
     return ngram.create(target)
@@ -144,13 +137,12 @@ def test_a_tree_that_contradicts_itself_is_refused_before_it_changes_the_text(pa
 
 def test_a_run_with_own_parts_leaves_a_drafter_that_needs_them(parts, target_path, tmp_path):
     words = train_words(target_path, parts, tmp_path / "run")
-    mine = [f'drafter="{parts}/my.py:head"', "drafter.init=random", f'objective="{parts}/my.py:Twice"']
-    mine.append("objective.steps=3")
-    done = run_here(train_main, *words, *mine)
-    assert done.returncode == 0, done.stderr
-    assert load_drafter(tmp_path / "run" / "draft", specdec.load_target(target_path)).taps == (1, 2, 3)
-    again = run_here(train_main, *words, *mine, "resume=true", "trainer.steps=1")
-    assert again.returncode == 0, again.stderr
+    words += [f'drafter="{parts}/my.py:head"', "drafter.init=random", f'objective="{parts}/my.py:Twice"']
+    words.append("objective.steps=3")
+    for more in ((), ("resume=true", "trainer.steps=1")):
+        done = run_here(train_main, *words, *more)
+        assert done.returncode == 0, done.stderr
+        assert load_drafter(tmp_path / "run" / "draft", specdec.load_target(target_path)).taps == (1, 2, 3)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +154,7 @@ def test_a_run_with_own_parts_leaves_a_drafter_that_needs_them(parts, target_pat
         (["drafter=my.py:head:runs/x"], "give from="),
         (["drafter=my.py:broken", "drafter.wide=3"], "Could not override 'drafter.wide'"),
         (["drafter=my.py:no_drafter"], "makes a int: it must make a specdec.contracts.Drafter"),
-        (["drafter=my.py:stubborn"], "makes a drafter that does not learn"),
+        (["drafter=my.py:stubborn"], "my.py:stubborn makes a drafter that does not learn"),
         (["drafter=my.py:undecodable"], "decoding with it failed: RuntimeError: no step"),
         (["objective=my.py:wide"], "it must make a specdec.training.objectives.base.Objective"),
         (["drafter=my.py:head", "objective=block"], "a first training step failed"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,11 +15,7 @@ from specdec.lab.output import provenance
 @pytest.fixture
 def note(monkeypatch, tmp_path):
     """A machine without git, and a place for the note."""
-
-    def no_git(command, **how):
-        raise FileNotFoundError(command[0])
-
-    monkeypatch.setattr(subprocess, "run", no_git)
+    monkeypatch.setattr(subprocess, "run", Mock(side_effect=FileNotFoundError("git")))
     monkeypatch.setattr(revision, "NOTE", tmp_path / "wheels" / "REVISION")
     (tmp_path / "wheels").mkdir()
     return revision.NOTE
@@ -53,22 +50,18 @@ def test_packages_have_the_versions_of_the_constraints(monkeypatch, tmp_path, ca
     hydra, omegaconf, antlr = gpu_wheels.wanted()
     assert hydra.startswith("hydra-core==1.")
     assert omegaconf.startswith("omegaconf==2.")
-    asked = []
-    monkeypatch.setattr(gpu_wheels, "install", lambda packages, folder: asked.append(packages))
+    monkeypatch.setattr(gpu_wheels, "install", install := Mock())
     (tmp_path / f"hydra_core-{hydra.split('==')[1]}.dist-info").mkdir()
     monkeypatch.setattr(sys, "argv", ["gpu_wheels.py", "--out", str(tmp_path)])
     gpu_wheels.main()
-    assert asked == [[omegaconf, antlr]]  # what is there is not made again
+    assert [call.args[0] for call in install.call_args_list] == [[omegaconf, antlr]]  # what is there is not made again
     assert not (tmp_path / "REVISION").exists()
     assert hydra in capsys.readouterr().out
 
 
 def test_a_package_that_fits_one_machine_only_is_refused(monkeypatch, tmp_path):
-    def pip(command):
-        folder = tmp_path / "torch-2.0.dist-info"
-        folder.mkdir(exist_ok=True)
-        (folder / "WHEEL").write_text("Tag: cp311-cp311-linux_x86_64\n")
-
-    monkeypatch.setattr(gpu_wheels, "_run", pip)
+    wheel = tmp_path / "torch-2.0.dist-info" / "WHEEL"
+    wheel.parent.mkdir()
+    monkeypatch.setattr(gpu_wheels, "_run", lambda command: wheel.write_text("Tag: cp311-cp311-linux_x86_64\n"))
     with pytest.raises(ValueError, match=r"torch-2\.0\.dist-info is not pure Python"):
         gpu_wheels.install(["torch==2.0"], tmp_path)

@@ -2,6 +2,7 @@
 that are closed, full, or read by nobody, and tables that fit their terminal."""
 
 import io
+import itertools
 import json
 import os
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from helpers import main_of
+from helpers import main_of, run_here
 from rich.table import Table
 
 from specdec.cli import generate, session, summary, terminal
@@ -22,13 +23,10 @@ from specdec.engine.trace_files import read_trace
 
 def in_round(monkeypatch, which: int, act) -> None:
     """Act when the screen gets its round number `which`."""
-    real_call = session.Screen.__call__
-    count = 0
+    real_call, count = session.Screen.__call__, itertools.count(1)
 
     def call(self, report):
-        nonlocal count
-        count += 1
-        if count == which:
+        if next(count) == which:
             act()
         real_call(self, report)
 
@@ -39,27 +37,23 @@ def in_round(monkeypatch, which: int, act) -> None:
 def decode(target_path, drafter_path, tmp_path):
     """Call the command with the tiny pair, and write the trace to the folder t."""
     pair = ["--target", str(target_path), "--draft", str(drafter_path), "--trace", str(tmp_path / "t")]
-    return lambda *words: main_of("generate")([*pair, *words])
+    return lambda *words: run_here(main_of("generate"), *pair, *words)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_generate_keeps_what_was_done(number, code, decode, tmp_path, monkeypatch, capsys):
+def test_generate_keeps_what_was_done(number, code, decode, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text("The quick\nWhat is\nEin Café\n")
     before = signal.getsignal(number)
     words = "--prompts", str(tmp_path / "p.txt"), "--steps", "2", "--compare", "--json", "--max-new-tokens", "12"
-    decode(*words)
-    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
-    reports = sum(len(row.rounds) + 1 for row in read_trace(tmp_path / "t").rows[:1]) + 2
-    in_round(monkeypatch, reports, lambda: os.kill(os.getpid(), number))
-    with pytest.raises(SystemExit) as stopped:
-        decode(*words)
-    said = capsys.readouterr()
-    assert stopped.value.code == code
+    whole = json.loads(decode(*words).stdout.splitlines()[-1])
+    in_round(monkeypatch, len(read_trace(tmp_path / "t").rows[0].rounds) + 3, lambda: os.kill(os.getpid(), number))
+    done = decode(*words)
+    assert done.returncode == code
     assert signal.getsignal(number) is before
-    assert "stopped: 2 of 3 prompts were begun" in said.err
-    summary = json.loads(said.out.splitlines()[-1])
-    assert summary["token_ids"][0] == whole["token_ids"][0]
-    cut = summary["token_ids"][1]
+    assert "stopped: 2 of 3 prompts were begun" in done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    first, cut = summary["token_ids"]
+    assert first == whole["token_ids"][0]
     assert 0 < len(cut) < 12
     assert cut == whole["token_ids"][1][: len(cut)]
     assert summary["finish"] == [whole["finish"][0], "abort"]
@@ -70,13 +64,8 @@ def test_generate_keeps_what_was_done(number, code, decode, tmp_path, monkeypatc
 
 
 def test_a_reader_that_goes_away_loses_no_trace(decode, tmp_path, monkeypatch):
-    def gone():
-        raise BrokenPipeError
-
-    in_round(monkeypatch, 4, gone)
-    with pytest.raises(SystemExit) as stopped:
-        decode("--prompt", "The quick", "--steps", "2", "--max-new-tokens", "32")
-    assert stopped.value.code == 0
+    in_round(monkeypatch, 4, Mock(side_effect=BrokenPipeError))
+    assert decode("--prompt", "The quick", "--steps", "2", "--max-new-tokens", "32").returncode == 0
     (row,) = read_trace(tmp_path / "t").rows
     assert len(row.rounds) == 2
     assert row.finish is None
@@ -99,26 +88,23 @@ def test_how_a_drafter_reads_is_said_in_words(taps, said):
     assert summary._drafter({"family": "F", "taps": taps}, 8) == "; ".join(filter(None, ["drafter: F", said]))
 
 
-def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(decode, tmp_path, monkeypatch, capsys):
+def test_in_a_chat_ctrl_c_stops_an_answer_and_at_the_prompt_ends(decode, tmp_path, monkeypatch):
     typed = ["The quick", "", "brown fox", "/rest", "/reset", "What is"]
-    seen = []
-    encode = generate.encode_chat
+    seen, encode = [], generate.encode_chat
     monkeypatch.setattr(generate, "encode_chat", lambda of, turns: seen.append(list(turns)) or encode(of, turns))
     monkeypatch.setattr("builtins.input", Mock(side_effect=[*typed, KeyboardInterrupt]))
     in_round(monkeypatch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(SystemExit) as stopped:
-        decode("--chat", "--max-new-tokens", "12")
-    out = capsys.readouterr().out
-    assert stopped.value.code == 130
-    assert out.startswith("chat with ")
-    assert "there is no /rest: /reset begins a new conversation" in out
+    done = decode("--chat", "--max-new-tokens", "12")
+    assert done.returncode == 130
+    assert done.stdout.startswith("chat with ")
+    assert "there is no /rest: /reset begins a new conversation" in done.stdout
     first, second, third = ([(m["role"], m["content"]) for m in messages] for messages in seen)
     assert (first, third) == ([("user", "The quick")], [("user", "What is")])
     assert [second[0], second[2]] == [*first, ("user", "brown fox")]  # and the answer between them
     assert [row.finish for row in read_trace(tmp_path / "t").rows] == ["abort", "length", "length"]
 
 
-def test_any_command_cleans_up_after_sigterm(tmp_path, capsys):
+def test_any_command_cleans_up_after_sigterm(tmp_path):
     @one_sentence_errors
     def main():
         try:
@@ -126,11 +112,9 @@ def test_any_command_cleans_up_after_sigterm(tmp_path, capsys):
         finally:
             (tmp_path / "cleaned").touch()
 
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 143
+    done = run_here(main)
+    assert (done.returncode, done.stderr) == (143, "terminated\n")
     assert (tmp_path / "cleaned").exists()
-    assert capsys.readouterr().err == "terminated\n"
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -161,8 +145,7 @@ def shell(line: str) -> subprocess.CompletedProcess:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
 def test_a_full_disk_behind_standard_output_is_one_sentence():
     done = shell(f"{HELP} > /dev/full")
-    assert done.returncode == 2
-    assert done.stderr == "error: cannot write to standard output: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, "error: cannot write to standard output: No space left on device\n")
 
 
 TABLE = (
@@ -187,15 +170,9 @@ def test_what_is_closed_is_empty_and_gets_into_no_file(closed, tmp_path):
     assert (tmp_path / "out").read_text() == "no line"
 
 
-def test_what_the_system_refuses_is_one_sentence(capsys):
-    @one_sentence_errors
-    def main():
-        Path("/proc/self/mem-that-is-not").read_text()
-
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == "error: cannot use /proc/self/mem-that-is-not: No such file or directory\n"
+def test_what_the_system_refuses_is_one_sentence():
+    done = run_here(one_sentence_errors(Path("/proc/none").read_text))
+    assert (done.returncode, done.stderr) == (2, "error: cannot use /proc/none: No such file or directory\n")
 
 
 # Terminals
@@ -217,15 +194,9 @@ def test_a_table_is_no_wider_than_the_terminal(width, monkeypatch):
 
 def test_the_width_without_a_terminal(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    sizes = []
-
-    def size(stream: int) -> os.terminal_size:
-        if not sizes:
-            raise OSError
-        return os.terminal_size((sizes[0], 24))
-
-    monkeypatch.setattr(os, "get_terminal_size", size)
+    monkeypatch.setattr(os, "get_terminal_size", Mock(side_effect=OSError))
     assert terminal.terminal_width() is None
     assert console(123).width == 123
-    sizes.append(71)  # `| tee` leaves the other streams at the terminal
+    # `| tee` leaves the other streams at the terminal
+    monkeypatch.setattr(os, "get_terminal_size", Mock(return_value=os.terminal_size((71, 24))))
     assert terminal.terminal_width() == 71

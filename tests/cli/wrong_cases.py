@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from helpers import run_here
+from helpers import edit_config, run_here
 
 from specdec import registry
 from specdec.__main__ import main
@@ -36,6 +36,9 @@ VALUES = ("64", None, 0, -1, 1.5, float("nan"), float("inf"), 10**9, 10**30, Tru
 FLAG_TEXTS = ("", " ", "nan", "inf", "-1", "0", "1000000000000", "abc", "1.5", "1e400", "2x", "--")
 GENERATE = ("generate", "--prompt", "x", "--max-new-tokens", "1")
 HYDRA = ("train", "train cache", "sweep", "compare", "lab bench")
+TREES = (
+    "9999999/1/5", "1/9999999/10000000", "1000/250/4000", "drawn 99,99,99,99", "drawn " + "1," * 999 + "1",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,7 @@ def config_values() -> Iterator[tuple[str, object]]:
 
 
 def with_field(folder: str, name: str, value: object) -> Callable[[Path], None]:
-    def prepare(scratch: Path) -> None:
-        file = scratch / folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
-
-    return prepare
+    return lambda scratch: edit_config(scratch / folder, **{name: value})
 
 
 def with_content(path: str, content: bytes | None) -> Callable[[Path], None]:
@@ -186,12 +185,6 @@ def class_cases() -> Iterator[Case]:
                 yield from (case for case in cases if not others or not case.words[-1].startswith("+"))
 
 
-def tree_cases() -> Iterator[Case]:
-    many = "drawn " + "1," * 999 + "1"
-    for tree in ("9999999/1/5", "1/9999999/10000000", "1000/250/4000", "drawn 99,99,99,99", many):
-        yield Case(f"tree {tree:.30}", (*GENERATE, "--tree", tree), ("at most",))
-
-
 def yaml_cases() -> Iterator[Case]:
     bomb = "a0: &a0 [x,x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 64))
     texts = {"bomb": bomb, "circle": "a: &a [*a]", "deep": "[" * 20_000, "no mapping": "[1]", "no YAML": "a: [",
@@ -293,8 +286,9 @@ def weights(file: Path) -> tuple[dict, bytes]:
 
 def cases() -> list[Case]:
     found = [
-        *checkpoint_cases(), *flag_cases(), *hydra_cases(), *class_cases(), *tree_cases(), *yaml_cases(),
-        *data_and_settings_cases(), *edited_checkpoint_cases(),
+        *checkpoint_cases(), *flag_cases(), *hydra_cases(), *class_cases(), *yaml_cases(), *data_and_settings_cases(),
+        *edited_checkpoint_cases(),
+        *(Case(f"tree {tree:.30}", (*GENERATE, "--tree", tree), ("at most",)) for tree in TREES),
     ]  # fmt: skip
     return list({case.name: case for case in found}.values())
 

@@ -67,64 +67,51 @@ def without(shapes: dict, *names: str) -> dict:
 
 NESTED = {"transformer_layer_config": CONFIG | {"model_type": "llama"}, "draft_vocab_size": U}
 SPECULATORS = {"speculators_model_type": "eagle3", **NESTED}
-MAPPED = {"draft_vocab_size": U}
+MAPPED = CONFIG | {"draft_vocab_size": U}
+EAGLE3, LAYER_0 = eagle3_shapes("midlayer"), eagle3_shapes("layers.0")
+EAGLE2 = layer_shapes("layers.0", H) | {"fc.weight": (H, 2 * H)}
+MAPS = ("d2t", "t2d")
+
+
+def listed(*layers: int) -> dict:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(layers)}}
+
+
 # case -> layout, config, names and shapes, maps
 PUBLISHED = {
-    "EAGLE": ("eagle3", CONFIG | MAPPED, eagle3_shapes("midlayer"), ("d2t", "t2d")),
+    "EAGLE": ("eagle3", MAPPED, EAGLE3, MAPS),
     "EAGLE, whole vocabulary": ("eagle3", CONFIG, eagle3_shapes("midlayer", u=V), ()),
-    "SpecForge with a list": (
-        "eagle3",
-        CONFIG | MAPPED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}},
-        eagle3_shapes("midlayer"),
-        ("d2t", "t2d"),
-    ),
+    "SpecForge with a list": ("eagle3", MAPPED | listed(1, 3, 5), EAGLE3, MAPS),
     "EAGLE-3.1": (
-        "eagle3",
-        CONFIG | MAPPED | {"fc_norm": True, "norm_output": True, "norm_output_means": "feedback"},
-        eagle3_shapes("midlayer") | {f"fc_norm.{i}.weight": (H,) for i in range(3)},
-        ("d2t", "t2d"),
+        "eagle3", MAPPED | {"fc_norm": True, "norm_output": True, "norm_output_means": "feedback"},
+        EAGLE3 | {f"fc_norm.{i}.weight": (H,) for i in range(3)}, MAPS,
     ),
-    "speculators": ("speculators", SPECULATORS, eagle3_shapes("layers.0"), ("d2t", "t2d")),
+    "speculators": ("speculators", SPECULATORS, LAYER_0, MAPS),
     "speculators with everything": (
         "speculators",
-        SPECULATORS
-        | {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
+        SPECULATORS | {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}
         | {"eagle_aux_hidden_state_layer_ids": [2, 4, 6]},
-        eagle3_shapes("layers.0") | {"input_norm.weight": (3 * H,), "embed_tokens.weight": (V, H)},
-        ("d2t", "t2d"),
+        LAYER_0 | {"input_norm.weight": (3 * H,), "embed_tokens.weight": (V, H)}, MAPS,
     ),
     "speculators, Qwen3 layer": (
-        "speculators",
-        SPECULATORS | {"transformer_layer_config": CONFIG | {"model_type": "qwen3"}},
-        eagle3_shapes("layers.0")
-        | {"layers.0.self_attn.q_norm.weight": (DIM,), "layers.0.self_attn.k_norm.weight": (DIM,)},
-        ("d2t", "t2d"),
+        "speculators", SPECULATORS | {"transformer_layer_config": CONFIG | {"model_type": "qwen3"}},
+        LAYER_0 | {f"layers.0.self_attn.{name}_norm.weight": (DIM,) for name in "qk"}, MAPS,
     ),
-    "ModelOpt": ("modelopt", CONFIG | MAPPED, with_biases(eagle3_shapes("layers.0")), ("d2t",)),
+    "ModelOpt": ("modelopt", MAPPED, with_biases(LAYER_0), ("d2t",)),
     "ModelOpt without a head": ("modelopt", CONFIG, without(eagle3_shapes("layers.0", u=V), "lm_head.weight"), ()),
     "ModelOpt without a head, of a part of the vocabulary": (
-        "modelopt", CONFIG | MAPPED, without(eagle3_shapes("layers.0"), "lm_head.weight"), ("d2t",)
+        "modelopt", MAPPED, without(LAYER_0, "lm_head.weight"), ("d2t",)
     ),
     "ModelOpt, training": (
-        "modelopt-training",
-        CONFIG | MAPPED | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}},
-        training_names(eagle3_shapes("layers.0")),
-        ("eagle_module.d2t",),
+        "modelopt-training", MAPPED | listed(1, 3, 4), training_names(LAYER_0), ("eagle_module.d2t",)
     ),
-    "EAGLE-2 of Llama 2": (
-        "eagle", CONFIG, layer_shapes("layers.0", H) | {"fc.weight": (H, 2 * H), "fc.bias": (H,)}, ()
-    ),
+    "EAGLE-2 of Llama 2": ("eagle", CONFIG, EAGLE2 | {"fc.bias": (H,)}, ()),
     "EAGLE-2 of Llama 3": (
-        "eagle",
-        CONFIG | {"bias": False, "rope_theta": 500000.0},
-        layer_shapes("layers.0", H) | {"fc.weight": (H, 2 * H), "embed_tokens.weight": (V, H)},
-        (),
+        "eagle", CONFIG | {"bias": False, "rope_theta": 500000.0}, EAGLE2 | {"embed_tokens.weight": (V, H)}, ()
     ),
     "EAGLE-2 of speculators": (
-        "speculators",
-        {"speculators_model_type": "eagle", "fusion_bias": True, **NESTED},
-        layer_shapes("transformer", H) | {"fusion_fc.weight": (H, 2 * H), "fusion_fc.bias": (H,)},
-        (),
+        "speculators", {"speculators_model_type": "eagle", "fusion_bias": True, **NESTED},
+        layer_shapes("transformer", H) | {"fusion_fc.weight": (H, 2 * H), "fusion_fc.bias": (H,)}, (),
     ),
 }  # fmt: skip
 
@@ -137,14 +124,19 @@ def random_tensors(shapes: dict, maps: tuple[str, ...] = (), dtype=torch.bfloat1
     return tensors | {name: values[name.split(".")[-1]] for name in maps}
 
 
-def permuted(offsets: bool, order: list[int] | torch.Tensor):
+def edited(name: str, make):
+    """A change of tensors: `make` of one of them in its place."""
+    return lambda tensors: tensors.update({name: make(tensors[name]).contiguous()})
+
+
+def permuted(offsets: bool):
     """A change of tensors that puts d2t in another order: its offsets, or their tokens."""
 
-    def change(tensors: dict) -> None:
-        d2t, places = tensors["d2t"], torch.arange(len(order))
-        tensors["d2t"] = d2t[order] if offsets else (d2t + places)[order] - places
+    def change(d2t):
+        places = torch.arange(len(d2t))
+        return d2t.roll(5) if offsets else (d2t + places).roll(5) - places
 
-    return change
+    return edited("d2t", change)
 
 
 def publish(folder, case: str, change=None, **fields):

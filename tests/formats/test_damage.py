@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from helpers import main_of, run_here, save_hf, tiny_drafter, tiny_target
-from published import CONFIG, H, U, V, make_target, mtp_shapes, permuted, publish, random_tensors, without, written
+from published import CONFIG, H, V, edited, make_target, mtp_shapes, permuted, publish, random_tensors, without, written
 
 from specdec.drafters.formats import load_drafter, open_checkpoint
 from specdec.drafters.formats.convert import convert
@@ -17,20 +17,9 @@ NAN, INF = float("nan"), float("inf")
 
 
 def put(name, value):
-    def change(tensors):
-        tensors[name].view(-1)[3] = value
-
-    return change
+    return edited(name, lambda tensor: tensor.flatten().index_fill(0, torch.tensor(3), value).view_as(tensor))
 
 
-def replace(name, make):
-    def change(tensors):
-        tensors[name] = make(tensors[name])
-
-    return change
-
-
-ROLLED = torch.arange(U).roll(5)
 # what is wrong -> case, change of the tensors, change of the config, words that name it
 DAMAGE = {
     "a tensor is missing": ("EAGLE", lambda t: t.pop("norm.weight"), {}, "norm.weight is missing"),
@@ -38,14 +27,14 @@ DAMAGE = {
     "a map where there is none": (
         "EAGLE-2 of Llama 3", lambda t: t.update(d2t=torch.zeros(V, dtype=torch.int64)), {}, "d2t is left over"
     ),
-    "a shape": ("EAGLE", replace("norm.weight", lambda t: t[:-1]), {}, "norm.weight has shape"),
-    "whole numbers": ("EAGLE", replace("norm.weight", lambda t: t.to(torch.int8)), {}, "norm.weight holds whole"),
+    "a shape": ("EAGLE", edited("norm.weight", lambda t: t[:-1]), {}, "norm.weight has shape"),
+    "whole numbers": ("EAGLE", edited("norm.weight", lambda t: t.to(torch.int8)), {}, "norm.weight holds whole"),
     "NaN": ("EAGLE", put("fc.weight", NAN), {}, "fc.weight holds 1 NaN among"),
     "Inf": ("EAGLE-2 of Llama 2", put("fc.bias", -INF), {}, "fc.bias holds 1 Inf among"),
     "NaN under another name": ("speculators", put("layers.0.hidden_norm.weight", NAN), {}, "layers.0.hidden_norm"),
-    "offsets permuted": ("EAGLE", permuted(True, ROLLED), {}, "they have been permuted"),
-    "target ids": ("ModelOpt", replace("d2t", lambda t: t + torch.arange(U)), {}, "they look like target ids"),
-    "a map of another target": ("EAGLE", replace("t2d", lambda t: t[:-1]), {}, "t2d speaks of 39 tokens"),
+    "offsets permuted": ("EAGLE", permuted(True), {}, "they have been permuted"),
+    "target ids": ("ModelOpt", edited("d2t", lambda t: t + torch.arange(len(t))), {}, "they look like target ids"),
+    "a map of another target": ("EAGLE", edited("t2d", lambda t: t[:-1]), {}, "t2d speaks of 39 tokens"),
     "no rope": ("EAGLE", None, {"rope_theta": 0}, "rope_theta is 0"),
     "no rope, nested": (
         "speculators", None, {"transformer_layer_config": CONFIG | {"model_type": "llama", "rope_theta": 0.0}},
@@ -75,7 +64,7 @@ def test_tokens_out_of_order_are_a_doubt_and_an_embedding_that_is_not_read_may_h
     """Exporters have been seen to leave one unfilled."""
 
     def change(tensors):
-        permuted(False, ROLLED)(tensors)
+        permuted(False)(tensors)
         tensors["embed_tokens.weight"] = torch.full((V, 32), NAN)
 
     folder = publish(tmp_path / "it", "EAGLE", change)

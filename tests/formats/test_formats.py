@@ -127,11 +127,9 @@ def test_converted_and_back_bit_for_bit(case, to, tmp_path):
     convert(tmp_path / "there", tmp_path / "back", checkpoint.layout.name, asked)
     assert open_checkpoint(tmp_path / "back").meaning == there.meaning
     before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
-    copies = {"embed_tokens.weight", "lm_head.weight"} if checkpoint.layout.name == "deepspec" else set()
-    assert set(before) == set(after) - copies
-    for name, tensor in before.items():
-        assert tensor.dtype == after[name].dtype
-        assert torch.equal(tensor, after[name]), name
+    if checkpoint.layout.name == "deepspec":
+        after = without(after, "embed_tokens.weight", "lm_head.weight")
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.matrix
@@ -185,8 +183,7 @@ def test_exports_hold_of_the_target_what_they_need_and_name_it(tmp_path):
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 4, 6]
     with pytest.raises(ValueError, match="knows no"):
         export(source, tmp_path / "no", "sglang", target)
-    other = publish(tmp_path / "other", "EAGLE-2 of Llama 3")
-    export(other, tmp_path / "sglang", "sglang")
+    export(publish(tmp_path / "other", "EAGLE-2 of Llama 3"), tmp_path / "sglang", "sglang")
     assert "embed_tokens.weight" not in load_file(tmp_path / "sglang" / "model.safetensors")
     headless = publish(tmp_path / "headless", "ModelOpt without a head")
     convert(headless, tmp_path / "there", "eagle3", target)  # a tied target, whose head is its embedding

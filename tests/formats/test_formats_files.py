@@ -30,35 +30,26 @@ def folder(target, tmp_path):
     return tmp_path / "draft"
 
 
-def same_as(folder, target, original: dict) -> bool:
-    tensors = open_checkpoint(folder).tensors
-    load_drafter(folder, target)
-    headers = open_checkpoint(folder, headers=True).tensors
-    assert {n: (t.shape, t.dtype) for n, t in headers.items()} == {n: (t.shape, t.dtype) for n, t in original.items()}
-    return set(tensors) == set(original) and all(torch.equal(tensors[name], original[name]) for name in original)
-
-
-def split(tensors: dict) -> list[dict]:
-    names = sorted(tensors)
-    return [{n: tensors[n] for n in half} for half in (names[::2], names[1::2])]
-
-
-@pytest.mark.parametrize("kind", ["shards", "bin", "bin shards", "pt"])
-def test_shards_and_pickles_hold_the_same(kind, folder, target):
+@pytest.mark.parametrize(
+    ("name", "shards"),
+    [("model.safetensors", True), ("pytorch_model.bin", False), ("pytorch_model.bin", True), ("head.pt", False)],
+)
+def test_shards_and_pickles_hold_the_same(name, shards, folder, target):
     original = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    stem, write = ("pytorch_model", torch.save) if "bin" in kind else ("model", save_file)
-    suffix = "bin" if "bin" in kind else "safetensors"
-    if "shards" in kind:
-        names = [f"{stem}-0000{i}-of-00002.{suffix}" for i in (1, 2)]
-        for name, part in zip(names, split(original), strict=True):
-            write(part, folder / name)
-        index = {key: name for name, part in zip(names, split(original), strict=True) for key in part}
-        (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
+    write = save_file if "safetensors" in name else torch.save
+    if shards:
+        index = {key: name.replace(".", f"-0000{1 + i % 2}-of-00002.") for i, key in enumerate(sorted(original))}
+        for shard in set(index.values()):
+            write({key: original[key] for key in original if index[key] == shard}, folder / shard)
+        (folder / f"{name}.index.json").write_text(json.dumps({"weight_map": index}))
     else:
-        torch.save(original, folder / ("pytorch_model.bin" if kind == "bin" else "head.pt"))
+        write(original, folder / name)
     torch.save([1, 2, 3], folder / "freq_3.pt")  # an FR-Spec map in the folder of the weights is no weight
-    assert same_as(folder, target, original)
+    load_drafter(folder, target)
+    torch.testing.assert_close(dict(open_checkpoint(folder).tensors), original, rtol=0, atol=0)
+    headers = open_checkpoint(folder, headers=True).tensors
+    assert {n: (t.shape, t.dtype) for n, t in headers.items()} == {n: (t.shape, t.dtype) for n, t in original.items()}
 
 
 def test_a_tensor_that_two_files_hold_is_an_error(folder, target):
@@ -88,10 +79,7 @@ def test_a_hub_name_is_found_in_the_cache_without_a_network(folder, target, tmp_
 def test_a_token_map_keeps_its_order_and_drops_repetitions(suffix, tmp_path):
     path = tmp_path / f"freq_4{suffix}"
     ids = [7, 3, 16, 3, 0, 7]  # FR-Spec's script adds the end-of-sequence token once more
-    if suffix == ".pt":
-        torch.save(ids, path)
-    else:
-        path.write_text(json.dumps(ids))
+    torch.save(ids, path) if suffix == ".pt" else path.write_text(json.dumps(ids))
     assert read_token_map(path, 17).ids.tolist() == [7, 3, 16, 0]
     with pytest.raises(ValueError, match="holds token 16"):
         read_token_map(path, 16)
@@ -134,11 +122,10 @@ def test_int8_weights_are_those_that_decoding_in_int8_rounds_to(kind, tmp_path):
     raw = load_file(tmp_path / "small" / "model.safetensors")
     read = load_drafter(tmp_path / "small", target).state_dict()
     stored, rounded = load_file(tmp_path / "whole" / "model.safetensors"), 0
-    for name, value in stored.items():
-        if raw[name].dtype == torch.int8:
-            step = value.abs().amax(1, keepdim=True) / 127
-            torch.testing.assert_close(raw[name] * step, (value / step).round() * step)
-            rounded += 1
+    for name in (name for name in stored if raw[name].dtype == torch.int8):
+        step = stored[name].abs().amax(1, keepdim=True) / 127
+        torch.testing.assert_close(raw[name] * step, (stored[name] / step).round() * step)
+        rounded += 1
     assert rounded >= 4
     for name, value in drafter.state_dict().items():
         step = value.abs().amax(1, keepdim=True) / 127 if value.ndim == 2 else 0

@@ -3,6 +3,8 @@ gives. `scripts/check_in_vllm.py` tries the same in vLLM itself."""
 
 import json
 import shlex
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -49,21 +51,15 @@ def written(drafter, target, tmp_path, target_folder):
     return config, load_file(tmp_path / "vllm" / "model.safetensors")
 
 
-def rms_norm(x, weight, eps):
-    return F.rms_norm(x, x.shape[-1:], weight, eps)
-
-
 @torch.no_grad()
 def states_of(model, tokens):
     """What vLLM gathers under the names 0 to N: what enters the layers, and what leaves the last one, not normed."""
     states = []
-    hooks = [
-        module.register_forward_pre_hook(lambda module, args: states.append(args[0]))
-        for module in (*model.model.layers, model.model.norm)
-    ]
-    model(tokens)
-    for hook in hooks:
-        hook.remove()
+    with ExitStack() as hooks:
+        for module in (*model.model.layers, model.model.norm):
+            hook = module.register_forward_pre_hook(lambda module, args: states.append(args[0]))
+            hooks.callback(hook.remove)
+        model(tokens)
     return states
 
 
@@ -72,11 +68,11 @@ def fused_in_vllm(config, tensors, states):
     eps, ids = config["transformer_layer_config"]["rms_norm_eps"], config["eagle_aux_hidden_state_layer_ids"]
     feats = torch.cat([states[i] for i in sorted(set(ids))], dim=-1)
     if config["norm_before_fc"]:
-        feats = rms_norm(feats, tensors["input_norm.weight"], eps)
+        feats = F.rms_norm(feats, feats.shape[-1:], tensors["input_norm.weight"], eps)
     if config["fc_norm"]:
-        norms = [tensors[f"fc_norm.{i}.weight"] for i in range(len(ids))]
-        feats = [rms_norm(x, w, eps) for x, w in zip(feats.chunk(len(ids), dim=-1), norms, strict=True)]
-        feats = torch.cat(feats, dim=-1)
+        norms = torch.stack([tensors[f"fc_norm.{i}.weight"] for i in range(len(ids))])
+        feats = feats.unflatten(-1, norms.shape)
+        feats = (F.rms_norm(feats, feats.shape[-1:], eps=eps) * norms).flatten(-2)
     return feats @ tensors["fc.weight"].T
 
 
@@ -99,14 +95,13 @@ def test_vllm_fuses_what_it_gathers_as_we_do(kind, pair, tmp_path):
     drafter = randomized(eagle3.create(target, init="random", **HEADS[kind]))
     config, tensors = written(drafter, target, tmp_path, folder)
     tokens = torch.randint(target.vocab, (1, 20))
-    _, feats = target(tokens, None, taps=drafter.taps, logits=False)
     theirs = fused_in_vllm(config, tensors, states_of(model, tokens))
-    torch.testing.assert_close(drafter.fuse(feats), theirs, rtol=1e-3, atol=1e-4)
     again = load_drafter(tmp_path / "vllm", target)
     assert again.switches == drafter.switches
     assert again.taps == tuple(sorted(drafter.taps))
-    _, feats = target(tokens, None, taps=again.taps, logits=False)
-    torch.testing.assert_close(again.fuse(feats), theirs, rtol=1e-3, atol=1e-4)
+    for ours in (drafter, again):
+        _, feats = target(tokens, None, taps=ours.taps, logits=False)
+        torch.testing.assert_close(ours.fuse(feats), theirs, rtol=1e-3, atol=1e-4)
     count = config["transformer_layer_config"].get("num_aux_hidden_states", 3)
     assert tensors["fc.weight"].shape[1] == count * target.config.hidden
 
@@ -138,19 +133,16 @@ def test_a_bias_of_fc_goes_into_an_embedding_of_the_heads_own(pair, tmp_path):
             to(tmp_path / "vllm", tmp_path / "no", name)
 
 
-@pytest.mark.parametrize("kind", ["one block", "two blocks", "own matrices"])
-def test_medusa_in_the_words_of_vllm(kind, pair, tmp_path):
+@pytest.mark.parametrize(("blocks", "own"), [(1, False), (2, False), (1, True)])
+def test_medusa_in_the_words_of_vllm(blocks, own, pair, tmp_path):
     folder, target, _ = pair
-    blocks, own = 2 if kind == "two blocks" else 1, kind == "own matrices"
     drafter = randomized(medusa.create(target, heads=3, blocks=blocks, own_heads=own))
     config, tensors = written(drafter, target, tmp_path, folder)
     assert (config["num_heads"], config["num_hidden_layers"]) == (3, blocks)
     assert config["medusa_fc_bias"] is True
     assert config["original_lm_head"] is not own
-    if own:
-        assert "lm_heads.0.weight" not in tensors
-    else:
-        assert torch.equal(tensors["lm_heads.0.weight"], target.head.weight)
+    assert ("lm_heads.0.weight" in tensors) != own
+    assert own or torch.equal(tensors["lm_heads.0.weight"], target.head.weight)
     again = load_drafter(tmp_path / "vllm", target)
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
     hidden = torch.randn(1, 4, target.config.hidden)
@@ -162,12 +154,11 @@ def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
     """vLLM and transformers give the projection after the attention a bias too, which they would leave undefined."""
     folder, target, _ = pair
     drafter = randomized(eagle3.create(target, init="random", qkv_bias=True, taps=(1, 3, 5)))
-    _, tensors = written(drafter, target, tmp_path, folder)
-    assert not tensors["layers.0.self_attn.o_proj.bias"].any()
+    bias = written(drafter, target, tmp_path, folder)[1]["layers.0.self_attn.o_proj.bias"]
+    assert not bias.any()
     again = load_drafter(tmp_path / "vllm", target)
     assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), again.parameters(), strict=True))
-    bias = "layers.0.self_attn.o_proj.bias"
-    edit_tensors(tmp_path / "vllm", **{bias: tensors[bias] + 1})
+    edit_tensors(tmp_path / "vllm", **{"layers.0.self_attn.o_proj.bias": bias + 1})
     with pytest.raises(ValueError, match=r"holds the tensor .*o_proj.bias"):
         load_drafter(tmp_path / "vllm", target)
 
@@ -175,18 +166,17 @@ def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
 # What others read otherwise is written out, or said
 
 
-@pytest.mark.parametrize("layout", ["eagle3", "specdec", "speculators", "modelopt"])
-def test_what_others_would_guess_is_written(layout, pair, tmp_path):
+def test_what_others_would_guess_is_written(pair, tmp_path):
     """Both counts of the layers, and `norm_before_residual` though it is off."""
     folder, target, _ = pair
     save_drafter(eagle3.create(target, taps=(5, 1, 3)), tmp_path / "ours", target)
-    convert(tmp_path / "ours", tmp_path / "there", layout, folder)
-    config = json.loads((tmp_path / "there" / "config.json").read_text())
-    assert config["norm_before_residual"] is False
-    if layout == "eagle3":
-        assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # vLLM: what enters these layers
-        assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang: what leaves these
-        assert load_drafter(tmp_path / "there", target).taps == (1, 3, 5)
+    for layout in ("specdec", "speculators", "modelopt", "eagle3"):
+        convert(tmp_path / "ours", tmp_path / layout, layout, folder)
+        config = json.loads((tmp_path / layout / "config.json").read_text())
+        assert config["norm_before_residual"] is False
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]  # vLLM: what enters these layers
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang: what leaves these
+    assert load_drafter(tmp_path / "eagle3", target).taps == (1, 3, 5)
 
 
 def test_doubts_are_said(tmp_path):
@@ -231,89 +221,75 @@ def test_measured_acceptance_goes_along(name, tmp_path):
 # What is about to be trained
 
 
-def drafters_for(target):
-    few = DraftVocab(target.vocab, torch.arange(9))
-    return {
-        "default": (eagle3.create(target, vocab=few, taps=(1, 3, 5)), {}),
-        "the target's head": (eagle3.create(target, vocab=few, taps=(1, 3, 5), train_head=False), {}),
-        "EAGLE-3.1": (eagle3.create(target, taps=(1, 3, 5), tap_norms=True, feedback="post"), {}),
-        "five taps": (eagle3.create(target, taps=(1, 2, 3, 4, 5)), {}),
-        "one tap": (eagle3.create(target, taps=(3,)), {"sglang": "drafter.taps=3"}),
-        "the last state": (
-            eagle3.create(target, taps=(1, 3, LAYERS)),
-            {"sglang": "drafter.taps from 1", "vllm": "drafter.tap_norms=true"},
-        ),
-        "the last state, normed": (
-            eagle3.create(target, taps=(1, 3, LAYERS), tap_norms=True),
-            {"sglang": "drafter.taps from 1"},
-        ),
-        "no norm before the head": (
-            eagle3.create(target, taps=(1, 3, 5), head_norm=False),
-            {"sglang": "drafter.head_norm=true", "vllm": "drafter.head_norm=true"},
-        ),
-        "EAGLE-2": (eagle.create(target), {}),
-        "EAGLE-2 of some tokens": (eagle.create(target, vocab=few), {"vllm": "drafter.draft_vocab_size=null"}),
-        "Medusa": (medusa.create(target), {"sglang": "drafter=eagle3"}),
-        "Medusa of some tokens": (
-            medusa.create(target, vocab=few),
-            {"sglang": "drafter=eagle3", "vllm": "drafter.draft_vocab_size=null"},
-        ),
-        "MTP": (mtp.create(target), {"sglang": "drafter=eagle3", "vllm": "drafter=eagle3"}),
-        "P-EAGLE": (peagle.create(target, layers=2, taps=(1, 3, 5)), {"sglang": "not P-EAGLE"}),
-        "P-EAGLE, normed": (
-            peagle.create(target, layers=2, taps=(1, 3, 5), tap_norms=True),
-            {"sglang": "not P-EAGLE", "vllm": "drafter.tap_norms=false"},
-        ),
-        "PARD": (pard.create(target, layers=1), {"sglang": "not PARD"}),
-        "PARD-2": (pard.create(target, layers=1, taps=(1,)), {"sglang": "not PARD", "vllm": "drafter.taps=null"}),
-    }
+TAPS, LAST, FEW = {"taps": (1, 3, 5)}, {"taps": (1, 3, LAYERS)}, {"vocab": 9}
+# What is trained -> why SGLang, and why vLLM could not load it; None: the server can.
+ABOUT_TO_BE_TRAINED = [
+    (eagle3, TAPS | FEW, None, None),
+    (eagle3, TAPS | FEW | {"train_head": False}, None, None),
+    (eagle3, TAPS | {"tap_norms": True, "feedback": "post"}, None, None),
+    (eagle3, {"taps": (1, 2, 3, 4, 5)}, None, None),
+    (eagle3, {"taps": (3,)}, "drafter.taps=3", None),
+    (eagle3, LAST, "drafter.taps from 1", "drafter.tap_norms=true"),
+    (eagle3, LAST | {"tap_norms": True}, "drafter.taps from 1", None),
+    (eagle3, TAPS | {"head_norm": False}, "drafter.head_norm=true", "drafter.head_norm=true"),
+    (eagle, {}, None, None),
+    (eagle, FEW, None, "drafter.draft_vocab_size=null"),
+    (medusa, {}, "drafter=eagle3", None),
+    (medusa, FEW, "drafter=eagle3", "drafter.draft_vocab_size=null"),
+    (mtp, {}, "drafter=eagle3", "drafter=eagle3"),
+    (peagle, TAPS | {"layers": 2}, "not P-EAGLE", None),
+    (peagle, TAPS | {"layers": 2, "tap_norms": True}, "not P-EAGLE", "drafter.tap_norms=false"),
+    (pard, {"layers": 1}, "not PARD", None),
+    (pard, {"layers": 1, "taps": (1,)}, "not PARD", "drafter.taps=null"),
+]
 
 
-def test_training_says_at_its_start_which_servers_could_not_load_the_drafter(pair, capsys, tmp_path):
+@pytest.mark.parametrize(("family", "how", "sglang", "vllm"), ABOUT_TO_BE_TRAINED)
+def test_training_says_at_its_start_which_servers_could_not_load_the_drafter(
+    pair, capsys, tmp_path, family, how, sglang, vllm
+):
     """What it says is what `export` does."""
     folder, target, _ = pair
-    for name, (drafter, expected) in drafters_for(target).items():
-        reasons = without_a_form(drafter, target)
-        assert set(reasons) == set(expected), name
-        warn_of_servers(drafter, target)
-        said = capsys.readouterr().out
-        assert said.count("\n") == bool(expected)
-        save_drafter(drafter, tmp_path / name, target)
-        for server in ("vllm", "sglang"):
-            if server not in expected:
-                export(tmp_path / name, tmp_path / f"{name}, {server}", server, folder)
-                continue
-            assert expected[server] in reasons[server], name
-            assert expected[server] in said
-            with pytest.raises(ValueError, match=r".") as refused:
-                export(tmp_path / name, tmp_path / f"{name}, {server}", server, folder)
-            assert str(refused.value).split(": ")[0] in reasons[server], name
+    vocab = DraftVocab(target.vocab, torch.arange(how["vocab"])) if "vocab" in how else None
+    drafter = family.create(target, **how | {"vocab": vocab})
+    reasons = without_a_form(drafter, target)
+    warn_of_servers(drafter, target)
+    said = capsys.readouterr().out
+    assert said.count("\n") == bool(reasons)
+    save_drafter(drafter, tmp_path / "it", target)
+    for server, expected in (("vllm", vllm), ("sglang", sglang)):
+        assert (server in reasons) == (expected is not None)
+        if expected is None:
+            export(tmp_path / "it", tmp_path / server, server, folder)
+            continue
+        assert expected in reasons[server]
+        assert expected in said
+        with pytest.raises(ValueError, match=r".") as refused:
+            export(tmp_path / "it", tmp_path / server, server, folder)
+        assert str(refused.value).split(": ")[0] in reasons[server]
 
 
 # What starts a server with an export: as `scripts/check_in_vllm.py` starts vLLM's engine, and by SGLang's flags
 
-# A drafter -> vLLM's method and number of tokens (heads of Medusa, slots of a block), and SGLang's algorithm.
-STARTED = {
-    "eagle3": ("eagle3", 3, "EAGLE3"),
-    "eagle2": ("eagle", 3, "EAGLE"),
-    "medusa": ("medusa", 3, None),
-    "dflash": ("dflash", 5, "DFLASH"),
-    "dspark": ("dspark", 5, "DSPARK"),
-}
+# How a drafter that is not bundled is made, vLLM's method and number of tokens (heads of Medusa, slots of a block), and
+# SGLang's algorithm.
+BLOCK = partial(dflash.create, layers=1, taps=2)
 MARKOV = {"label": "p+k+1", "conditional": "markov", "rank": 4, "confidence": True}
-MADE = {  # of those that are not bundled
-    "medusa": lambda target: medusa.create(target, heads=3),
-    "dflash": lambda target: dflash.create(target, layers=1, taps=2, block_size=6),
-    "dspark": lambda target: dflash.create(target, layers=1, taps=2, block_size=5, **MARKOV),
+STARTED = {
+    "eagle3": (None, "eagle3", 3, "EAGLE3"),
+    "eagle2": (None, "eagle", 3, "EAGLE"),
+    "medusa": (partial(medusa.create, heads=3), "medusa", 3, None),
+    "dflash": (partial(BLOCK, block_size=6), "dflash", 5, "DFLASH"),
+    "dspark": (partial(BLOCK, block_size=5, **MARKOV), "dspark", 5, "DSPARK"),
 }
 
 
 @pytest.mark.parametrize("name", STARTED)
 def test_what_starts_a_server(name, tmp_path):
-    (method, count, algorithm), folder = STARTED[name], tmp_path / "a head"
+    (make, method, count, algorithm), folder = STARTED[name], tmp_path / "a head"
     place = specdec.DEMO_TARGET.parent / name
-    if name in MADE:
-        save_drafter(MADE[name](target := tiny_target()), place := tmp_path / name, target)
+    if make is not None:
+        save_drafter(make(target := tiny_target()), place := tmp_path / name, target)
     checkpoint = open_checkpoint(place)
     words = shlex.split(start_command("vllm", checkpoint, folder, "some/target"))
     assert words[:4] == ["vllm", "serve", "some/target", "--speculative-config"]
@@ -330,13 +306,12 @@ def test_what_starts_a_server(name, tmp_path):
     assert (steps, tokens) == (("3", "4") if name.startswith("eagle") else (None, None))  # a block says it itself
 
 
-@pytest.mark.parametrize(("title", "method"), [("P-EAGLE", "eagle3"), ("PARD", "draft_model")])
-def test_vllm_gets_the_mask_rows(title, method, tmp_path):
-    (family,) = (family for family in FAMILIES if family.title == title)
-    config = json.loads(
-        shlex.split(start_command("vllm", SimpleNamespace(family=family, meaning=None), tmp_path, "T"))[4]
-    )
-    assert (config["method"], config["parallel_drafting"]) == (method, True)
+def test_vllm_gets_the_mask_rows(tmp_path):
+    families = {family.title: family for family in FAMILIES}
+    for title, method in ("P-EAGLE", "eagle3"), ("PARD", "draft_model"):
+        head = SimpleNamespace(family=families[title], meaning=None)
+        config = json.loads(shlex.split(start_command("vllm", head, tmp_path, "T"))[4])
+        assert (config["method"], config["parallel_drafting"]) == (method, True)
     assert all(bool(family.method) == ("vllm" in family.servers) for family in FAMILIES)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from omegaconf import OmegaConf
@@ -117,16 +118,11 @@ def target(target_path):
 
 
 def hold(target, questions, **how):
-    prompts, names = [], []
-
-    class Heard(Engine):
-        def generate(self, ids, **kwargs):
-            prompts.append(ids)
-            return super().generate(ids, **kwargs)
-
+    engine, names = Engine(target), []
     how = {"max_new_tokens": 6, "sampling": Sampling(), "name": lambda *parts: names.append(parts)} | how
-    results, left_out = converse(Heard(target), questions, **how)
-    return prompts, names, results, left_out
+    with mock.patch.object(engine, "generate", wraps=engine.generate) as generate:
+        results, left_out = converse(engine, questions, **how)
+    return [call.args[0] for call in generate.call_args_list], names, results, left_out
 
 
 TWO = Question("q", "c", ("What is 12 + 30?", "Why?"), "Be brief.")

@@ -23,11 +23,6 @@ compare_main = main_of("compare")
 PROMPTS = ["The quick brown", "What is 12", "Ein Café"]
 
 
-@pytest.fixture(scope="module")
-def target(target_path):
-    return specdec.load_target(target_path)
-
-
 def comparison(speeds: dict[str, list[float]], plain_compiled: bool = False, **differences) -> Comparison:
     """Each way decodes a token a prompt, in so many seconds; plain decoding takes 1."""
     times = {"": [1.0] * len(next(iter(speeds.values())))} | speeds
@@ -38,10 +33,8 @@ def comparison(speeds: dict[str, list[float]], plain_compiled: bool = False, **d
         "milliseconds_a_round": dict.fromkeys(PARTS, 1.0), "same_as_plain": 3, "settled": True, "prompts": 3,
         "num_draft_tokens": 4, "compiled": False,
     }  # fmt: skip
-    scores = []
-    for name in speeds:
-        faster, interval = ratio(tallies[name], tallies[""])
-        scores.append(Score(name=name, ratio_to_plain=faster, ratio_interval=interval, **shared | differences))
+    found = {name: ratio(tallies[name], tallies[""]) for name in speeds}
+    scores = [Score(name=n, ratio_to_plain=r, ratio_interval=i, **shared | differences) for n, (r, i) in found.items()]
     return Comparison(scores, 1.0, tallies, compiled=plain_compiled)
 
 

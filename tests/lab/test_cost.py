@@ -1,6 +1,7 @@
 """Costs: known functions are found again, real rounds are timed, measurements are cached."""
 
 import statistics
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,12 +18,6 @@ from specdec.tuning.grid import grid_costs, measure_grid, probes, useful_trees
 from specdec.tuning.timing import SETTLE, in_turns, time_rounds
 
 FEW = {"topks": (1, 2), "steps": 3, "nodes": (3, 4, 8), "contexts": (8, 24), "repeats": 1}
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_target(context=256)
-    return target, tiny_drafter(target)
 
 
 def known(kind: Kind, context: float, rows: float = 1) -> tuple[float, float]:
@@ -80,8 +75,7 @@ def test_the_grid_holds_every_tree_that_can_be_made_once():
 @pytest.mark.parametrize("room", [200, 60])
 def test_every_turn_has_its_rounds_in_texts_that_have_room(pair, room):
     """All rows decode in every timed round, and the engine is free afterwards."""
-    target, drafter = pair
-    engine, turns, rows = Engine(target, drafter, make_tree(2, 2, 5)), [], []
+    engine, turns, rows = Engine(*pair, make_tree(2, 2, 5)), [], []
     engine.reserve(2, room)
     step = engine.step
 
@@ -140,22 +134,21 @@ def calls(monkeypatch, tmp_path):
 
 def test_costs_are_measured_once_and_anew_where_they_may_differ(pair, calls, tmp_path):
     target, drafter = pair
-    first = grid_costs(*pair, topks=(1, 2))
-    assert grid_costs(*pair, topks=(1, 2)).points == first.points == known_points()
-    same = tiny_target(seed=9, context=256)
-    grid_costs(same, tiny_drafter(same, seed=9), topks=(1, 2))  # the same shapes
+    costs, same = partial(grid_costs, topks=(1, 2)), tiny_target(seed=9)
+    assert costs(*pair).points == costs(*pair).points == known_points()
+    costs(same, tiny_drafter(same, seed=9))  # the same shapes
     assert len(calls) == len(list(tmp_path.rglob("*.json"))) == 1
-    grid_costs(*pair, topks=(1, 2), remeasure=True)
-    grid_costs(target, tiny_drafter(target, draft_vocab=8), topks=(1, 2))
-    grid_costs(tiny_target(layers=4), drafter, topks=(1, 2))
-    grid_costs(target, drafter, topks=(1, 2, 4))
+    costs(*pair, remeasure=True)
+    costs(target, tiny_drafter(target, draft_vocab=8))
+    costs(tiny_target(layers=4), drafter)
+    costs(*pair, topks=(1, 2, 4))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "get_num_threads", lambda: 99)
-        grid_costs(target, drafter, topks=(1, 2))
+        costs(*pair)
     file = tmp_path / "tree.yaml"
     for paths in ("[[0], [1]]", "[[0], [1], [0, 0]]"):
         file.write_text(f"paths: {paths}")
-        grid_costs(target, drafter, topks=(1, 2), statics=[parse_tree(file)])
+        costs(*pair, statics=[parse_tree(file)])
     assert len(calls) == 8
 
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from edits import edited
 from helpers import main_of, refused, run_here
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from sweeps import BEST, tiny_sweep
 
 from specdec.acceptance import FILE, read_acceptance
@@ -45,12 +46,6 @@ def trace(swept):
     return next(p for p in traces if any(r.tree for row in read_trace(p).rows for r in row.rounds))
 
 
-class Everything:
-    """A drafter that may propose 9 tokens."""
-
-    vocab = DraftVocab(9, None)
-
-
 def check_metrics(folder: Path) -> str:
     """Print metrics and diagnose; returns the refusal, one sentence, or nothing."""
     if run_here(main_of("trace metrics"), str(folder), "--resamples", "3").returncode:
@@ -59,7 +54,7 @@ def check_metrics(folder: Path) -> str:
     diagnose.calibration(rows)
     diagnose.by_context(rows, resamples=3)
     diagnose.examples(rows, str)
-    said = refusal(diagnose.coverage, rows, Everything, str)
+    said = refusal(diagnose.coverage, rows, SimpleNamespace(vocab=DraftVocab(9, None)), str)
     assert not said or "belongs to another target" in said
     return ""
 
@@ -96,20 +91,20 @@ def test_nodes_of_traces(trace, tmp_path):
         "a negative parent": lambda t: t["parents"].fill_(-1),
         "a negative token": lambda t: t["tokens"].fill_(-5),
     }
+
+    def check(content: bytes) -> str:
+        put_in_trace(trace, tmp_path / "t", NODES, content)
+        return check_metrics(tmp_path / "t")
+
     for what, change in edits.items():
         other = {key: tensor.clone() for key, tensor in tensors.items()}
         change(other)
-        save_file(other, tmp_path / "nodes")
-        put_in_trace(trace, tmp_path / "t", NODES, (tmp_path / "nodes").read_bytes())
-        assert NODES in check_metrics(tmp_path / "t"), what
+        assert NODES in check(save(other)), what
     for value in (torch.nan, torch.inf, -torch.inf, 1e38):  # numbers of a drafter that says so are no damage
-        save_file(tensors | {"logq": torch.full_like(tensors["logq"], value)}, tmp_path / "nodes")
-        put_in_trace(trace, tmp_path / "t", NODES, (tmp_path / "nodes").read_bytes())
-        assert check_metrics(tmp_path / "t") == ""
+        assert check(save(tensors | {"logq": torch.full_like(tensors["logq"], value)})) == ""
     content = (trace / NODES).read_bytes()
     for bad in (b"", content[:50], content[:-4], b"\xff" * 100):
-        put_in_trace(trace, tmp_path / "t", NODES, bad)
-        assert NODES in check_metrics(tmp_path / "t")
+        assert NODES in check(bad)
 
 
 @pytest.mark.parametrize("name", [store.RESULT, store.TIMES])

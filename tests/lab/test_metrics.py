@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import main_of
+from helpers import main_of, refused, run_here
 
 from specdec.engine.recorder import Trace, TracedRound, TracedRow, TracedTree
 from specdec.engine.trace_files import write_trace
@@ -44,10 +44,8 @@ ROWS = [row(question, category, [chain_round(*r) for r in rounds]) for question,
 
 def test_trees():
     """5 nodes, two children of the root, two of node 1: what chains alone define is left open."""
-    rounds = [
-        TracedRound(5, path, [7] * len(path), {}, tree([0, 0, 0, 1, 1])) for path in ([0, 1, 4], [0, 2], [0], [0, 2])
-    ]
-    rows = [row("a", None, rounds, steps=2)]
+    nodes, paths = tree([0, 0, 0, 1, 1]), ([0, 1, 4], [0, 2], [0], [0, 2])
+    rows = [row("a", None, [TracedRound(5, path, [7] * len(path), {}, nodes) for path in paths], steps=2)]
     assert metrics.draft_token_efficiency(rows) == 4 / 16
     assert metrics.vllm_per_position_rates(rows) == [3 / 4, 1 / 4]
     assert metrics.tau(rows) == metrics.vllm_mean_acceptance_length(rows) == 2
@@ -106,21 +104,16 @@ def test_summary():
     json.dumps(found, allow_nan=False)
 
 
-def test_command(tmp_path, capsys):
-    write_trace(Trace({}, {}, ROWS), tmp_path / "one")
-    plain = [row("a", None, [chain_round(0, 0, 1)], steps=0)]
-    write_trace(Trace({}, {}, plain), tmp_path / "plain")
-    main_of("trace metrics")([str(tmp_path / "one"), "--json", "--resamples", "20"])
-    found = json.loads(capsys.readouterr().out)
-    assert found == {str(tmp_path / "one"): summary(ROWS, resamples=20)}
-    main_of("trace metrics")([str(tmp_path / "one"), str(tmp_path / "plain"), "--resamples", "20"])
-    out = capsys.readouterr().out
+def test_command(tmp_path):
+    one, plain, main = str(tmp_path / "one"), str(tmp_path / "plain"), main_of("trace metrics")
+    write_trace(Trace({}, {}, ROWS), one)
+    write_trace(Trace({}, {}, [row("a", None, [chain_round(0, 0, 1)], steps=0)]), plain)
+    found = json.loads(run_here(main, one, "--json", "--resamples", "20").stdout)
+    assert found == {one: summary(ROWS, resamples=20)}
+    out = run_here(main, one, plain, "--resamples", "20").stdout
     assert re.search(r"mtp_acceptance_rate\W+0\.429.*\W-\W", out)
     assert re.search(r"math\W+2\.333", out)
-    with pytest.raises(SystemExit) as stop:
-        main_of("trace metrics")([str(tmp_path)])
-    assert stop.value.code == 2
-    assert "is not a trace" in capsys.readouterr().err
+    assert "is not a trace" in refused(main, tmp_path)
 
 
 def table_rows(heading: str) -> list[list[str]]:

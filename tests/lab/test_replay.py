@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from helpers import DRAFTERS, tiny_drafter, tiny_target
+from helpers import DRAFTERS, tiny_target
 
 from specdec.engine.engine import Engine
 from specdec.recording import Recording, Text
@@ -30,22 +30,14 @@ def target():
     return tiny_target()
 
 
-@pytest.fixture(scope="module")
-def drafter(target):
-    return tiny_drafter(target, draft_vocab=8)
-
-
 def recorded(
     target, drafter, prompts=PROMPTS, *, outputs=None, seed=0, max_new_tokens=25, eos=EOS, sampling=None, **how
 ) -> Recording:
     """Along answers of the target, or along these outputs."""
-    same = {"max_new_tokens": max_new_tokens, "eos": eos}
     if outputs is None:
-        texts = answers_to(target, prompts, sampling, seed=seed, **same)
+        texts = answers_to(target, prompts, sampling, seed=seed, max_new_tokens=max_new_tokens, eos=eos)
     else:
-        texts = [
-            Text(prompt, output, (seed, i)) for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-        ]
+        texts = [Text(*pair, (seed, i)) for i, pair in enumerate(zip(prompts, outputs, strict=True))]
     return record(target, drafter, texts, sampling=sampling, **how)
 
 
@@ -86,9 +78,7 @@ def test_rounds_are_those_of_real_runs(target, kind, sampling, children):
 @pytest.mark.parametrize("children", [None, "coupled", "likeliest"], ids=["greedy", "coupled", "likeliest"])
 def test_trees_over_blocks(target, children):
     """Ten settings from one recording; the last is bounded by the block alone."""
-    drafter, how = DRAFTERS["dflash"](target), dict(HOW)
-    if children:
-        how |= {"sampling": Sampling(0.8), "seed": 5}
+    drafter, how = DRAFTERS["dflash"](target), HOW | ({"sampling": Sampling(0.8), "seed": 5} if children else {})
     options = {"children": children} if children else {}
     recording = recorded(target, drafter, PROMPTS, topks=(1, 2, 6), steps=5, **options, **how)
     accepted = set()
@@ -120,8 +110,8 @@ def test_what_was_not_recorded_cannot_be_replayed(target):
         recorded(target, drafter, steps=6, **how)
 
 
-def test_pieces_and_batches_change_nothing(target, drafter, monkeypatch):
-    how = {"topks": (3,), "steps": 3, "sampling": Sampling(0.9)}
+def test_pieces_and_batches_change_nothing(target, monkeypatch):
+    drafter, how = DRAFTERS["eagle3"](target), {"topks": (3,), "steps": 3, "sampling": Sampling(0.9)}
     whole = recorded(target, drafter, PROMPTS * 2, **how)
     monkeypatch.setattr("specdec.trees.record.PIECE", 4)
     outputs = [text.tokens for text in whole.texts]
@@ -143,18 +133,17 @@ def test_pieces_and_batches_change_nothing(target, drafter, monkeypatch):
         ({"sampling": Sampling(presence_penalty=0.5)}, "under penalties cannot be replayed"),
     ],
 )
-def test_what_cannot_be_recorded(target, drafter, change, message):
-    settings = {"prompts": PROMPTS, "topks": (2,), "steps": 2, "max_new_tokens": 3, "eos": frozenset()} | change
+def test_what_cannot_be_recorded(target, change, message):
+    drafter, settings = DRAFTERS["eagle3"](target), {"topks": (2,), "steps": 2, "max_new_tokens": 3, "eos": frozenset()}
     with pytest.raises(ValueError, match=message):
-        recorded(target, drafter, **settings)
+        recorded(target, drafter, **settings | change)
 
 
 def test_the_text_that_starts_last_may_have_the_fewest_roots(target):
     """Its row has ended when the others draft on, and no place after the longest text is read."""
     texts = [Text([3, 5, 7, 9] * 5, [1, 2]), Text([8], [2, 6, 2, 6] * 4)]
     for kind in ("lookup", "suffix", "eagle3"):
-        drafter = tiny_drafter(target, draft_vocab=8) if kind == "eagle3" else DRAFTERS[kind](target)
-        how = {"topks": (8,), "steps": 3}  # pools of more nodes than the text has tokens left
+        drafter, how = DRAFTERS[kind](target), {"topks": (8,), "steps": 3}  # more nodes than the text has tokens left
         both = record(target, drafter, texts, **how)
         alone = [record(target, drafter, [text], **how).tensors["ranks"] for text in texts]
         assert torch.equal(both.tensors["ranks"], torch.cat(alone)), kind

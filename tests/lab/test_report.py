@@ -1,5 +1,8 @@
-"""The report of a sweep: numbers worked out by hand, figures that are true to them, a page that needs nothing else."""
+"""The report of a sweep: numbers worked out by hand, figures that are true to them, a page that needs nothing else. A
+wrapped drafter, by which reports observe, is the one that it holds."""
 
+import inspect
+import itertools
 import math
 import re
 from html.parser import HTMLParser
@@ -7,10 +10,11 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from helpers import tiny_target
+from helpers import DRAFTERS, tiny_target
 from matplotlib.text import Text
 from sweeps import BEST, tiny_sweep
 
+from specdec.contracts import Drafter
 from specdec.drafters import eagle3
 from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
@@ -22,6 +26,7 @@ from specdec.lab.sweep.points import Draft
 from specdec.lab.sweep.report import REPORT, DrawnNode, best_tree_svg, round_svg, tree_svg, write_report
 from specdec.lab.sweep.store import collect, print_tables, table_of, write_results
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
+from specdec.lab.wrapped import WrappedDrafter
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
 from specdec.trees import DynamicTree
@@ -60,8 +65,7 @@ def test_calibration_by_hand():
     found = calibration(ROWS, bins=10)
     assert [(round(b["draft"], 6), b["accepted"], b["count"]) for b in found["bins"]] == expected
     assert found["error"] == pytest.approx(sum(abs(q - share) * n for q, share, n in expected) / 12, abs=1e-6)
-    silent = traced([0], 1, 5)
-    silent.tree.logq[1:] = math.nan
+    silent = traced([0], 1, 5, [math.nan] * 5)
     assert calibration([row("a", [silent])]) == {"bins": [], "error": None}
 
 
@@ -95,18 +99,15 @@ def test_the_probe_changes_nothing_and_sees_all():
     target = tiny_target(vocab=40)
     torch.manual_seed(0)
     drafter = eagle3.create(target).eval()
-    tree = DynamicTree(3, 3, 8)
-    probe = Probe(drafter)
+    tree, probe = DynamicTree(3, 3, 8), Probe(drafter)
     how = {"max_new_tokens": 20, "eos": frozenset()}
     plain = Engine(target, drafter, tree).generate([[1, 2, 3]], **how).rows[0]
     probed = Engine(target, probe, tree).generate([[1, 2, 3]], observer=probe, **how).rows[0]
     assert probed.tokens == plain.tokens
-    rounds = plain.trace.rounds
-    norms = probe.norms()
+    rounds, norms = plain.trace.rounds, probe.norms()
     assert [(n["step"], n["count"]) for n in norms] == [(0, rounds + 1), (1, 3 * rounds), (2, 3 * rounds)]
     assert all(n["low"] <= n["mean"] <= n["high"] for n in norms)
-    accepted = sum(plain.trace.accepted)
-    assert sum(taken for _, taken in probe.target) == accepted
+    assert sum(taken for _, taken in probe.target) == sum(plain.trace.accepted)
     assert len(probe.draft) == rounds
     assert sum(taken for _, taken in probe.draft) == sum(a > 0 for a in plain.trace.accepted)
     assert all(0 <= h <= math.log(40) + 1e-5 for h, _ in probe.target + probe.draft)
@@ -124,10 +125,8 @@ def test_the_probe_changes_nothing_and_sees_all():
 
 def test_the_pareto_front_by_brute_force():
     points = [(float(x * 7 % 11), float(x * 5 % 13), x) for x in range(11)]
-    front = figures.pareto(points)
-    better = [[q for q in points if q[0] <= p[0] and q[1] >= p[1] and q[:2] != p[:2]] for p in points]
-    assert sorted(front) == sorted(p for p, others in zip(points, better, strict=True) if not others)
-    assert front == sorted(front)
+    best = [p for p in points if not any(q[0] <= p[0] and q[1] >= p[1] and q[:2] != p[:2] for q in points)]
+    assert figures.pareto(points) == sorted(best)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -141,8 +140,7 @@ def test_labels_next_to_points_do_not_overlap(seed):
     figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in axis.texts]  # without the line to the point
     assert len(boxes) >= 5
-    for i, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:i])
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -257,3 +255,31 @@ def test_nothing_to_report(out, tmp_path):
     (tmp_path / "figures").write_text("a file")
     with pytest.raises(ValueError, match=r"cannot write .*figures"):
         write_report(tmp_path, results, timings, command="")
+
+
+# Wrapped drafters
+
+
+# And of graphs
+OF_TRAINING = {
+    "capturable", "learns", "documents", "recipe", "unroll", "recompute", "heads_in_use", "set_heads", "first_tokens",
+    "start_from",
+}  # fmt: skip
+DERIVED = {"chain", "deepest"}  # which call what is passed on
+
+
+def test_everything_that_decoding_asks_of_a_drafter_is_passed_on():
+    """A member that `Drafter` gets must be passed on too, or be named above."""
+    members = {name for name in vars(Drafter) if not name.startswith("_")} | set(inspect.get_annotations(Drafter))
+    assert members - OF_TRAINING - DERIVED <= set(vars(WrappedDrafter))
+
+
+def test_it_drafts_the_same():
+    target = tiny_target()
+    for kind in ("eagle3", "medusa", "lookup"):
+        drafter = DRAFTERS[kind](target)
+        rows = [
+            Engine(target, each, DynamicTree(3, 3, 9)).generate([[1, 2, 3], [4] * 6], max_new_tokens=20).rows
+            for each in (drafter, WrappedDrafter(drafter))
+        ]
+        assert [row.trace for row in rows[0]] == [row.trace for row in rows[1]]

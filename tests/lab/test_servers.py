@@ -4,10 +4,11 @@ import json
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import uvicorn
-from helpers import Credulous, main_of, tiny_drafter, tiny_target
+from helpers import Credulous, main_of, run_here, tiny_drafter, tiny_target
 from remotes import small_server
 
 from specdec import remote
@@ -70,37 +71,32 @@ def test_a_wrong_server_is_caught(ids, target):
                 against_engine(Remote(fast.url), target, PROMPTS, NEW)
 
 
-def test_our_own_server_by_the_command(target_path, drafter_path, tmp_path, capsys):
+def test_our_own_server_by_the_command(target_path, drafter_path, tmp_path):
     target = load_target(target_path)
     engine = Engine(target, load_drafter(drafter_path, target), Chain(3))
     app = make_app(Service(target, Scheduler(engine, rows=2, room=128), "ours"))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level=50))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(server.run)
         while not server.started:
             time.sleep(0.01)
         url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
         how = ["--server", url, "--target", str(target_path), "--max-new-tokens", "12", "--limit", "2"]
-        main([*how, "--json", "--out", str(tmp_path / "page.md")])
-    finally:
+        done = run_here(main, *how, "--json", "--out", str(tmp_path / "page.md"))
         server.should_exit = True
-        thread.join()
-    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    printed = json.loads(done.stdout.splitlines()[-1])
     assert (printed["sound"], printed["texts"], printed["bugs"]) == (True, 2, 0)
     assert printed["drift"] < 1e-4
     assert "No bug found: 2 of 2 texts equal" in (tmp_path / "page.md").read_text()
 
 
-def test_the_command_ends_with_1_for_a_wrong_server(target_path, drafter_path, capsys):
+def test_the_command_ends_with_1_for_a_wrong_server(target_path, drafter_path):
     target = load_target(target_path)
     engine = Engine(target, load_drafter(drafter_path, target), Chain(3), Credulous())
     with small_server(engine) as fast, small_server(Engine(target)) as slow:
         where = ["--server", fast.url, "--plain-server", slow.url, "--target", str(target_path)]
-        with pytest.raises(SystemExit) as stop:
-            main([*where, "--max-new-tokens", "12"])
-    assert stop.value.code == 1
-    assert "NOT LOSSLESS" in capsys.readouterr().out
+        done = run_here(main, *where, "--max-new-tokens", "12")
+    assert (done.returncode, "NOT LOSSLESS" in done.stdout) == (1, True)
 
 
 def test_requests_are_tried_again_and_refusals_are_reported(target):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import main_of, run_here, tiny_drafter, tiny_target
+from helpers import main_of, run_here, tiny_target
 
 from specdec.cli.checks import read_settings
 from specdec.drafters import ngram
@@ -19,12 +19,6 @@ from specdec.tuning.grid import Prediction, clairvoyant, predict, useful_trees
 
 PROMPTS = [[3, 5, 7, 9], [4] * 9, [2, 6]]
 CHAIN, TREE = Chain(2), DynamicTree(2, 2, 5)
-
-
-@pytest.fixture(scope="module")
-def pair():
-    target = tiny_target()
-    return target, tiny_drafter(target)
 
 
 class Known:
@@ -90,14 +84,13 @@ def test_n_grams_are_predicted_as_they_run(batch):
     """With forwards that take as many seconds as they have columns."""
     target, columns = tiny_target(), []
     prompts, drafter, tree = [*PROMPTS, [5, 6, 7, 5, 6, 7, 5]], ngram.create(target), Chain(3)
+    recording = record(target, drafter, answers_to(target, prompts, max_new_tokens=30), topks=(1,), steps=3)
 
     def note(_, inputs, keywords):
         columns.append(0 if keywords.get("prefill") else inputs[0].shape[1])
 
-    recording = record(target, drafter, answers_to(target, prompts, max_new_tokens=30), topks=(1,), steps=3)
-    hook = target.register_forward_pre_hook(note, with_kwargs=True)
+    target.register_forward_pre_hook(note, with_kwargs=True)
     tokens, _ = really(Engine(target, drafter, tree), prompts, batch, 30)
-    hook.remove()
     assert {1, 4} <= set(columns)
     costs = Known({None: 1.0} | {Chain(steps): 1.0 + steps for steps in (1, 2, 3)})
     _, (predicted,) = predict_all(costs, recording, accepted(recording, tree), [len(p) for p in prompts], batch)
@@ -194,10 +187,9 @@ def tiny(target_path, drafter_path, tmp_path, monkeypatch):
     out = tmp_path / "best.yaml"
     models = ["--target", target_path, "--draft", drafter_path, "--prompts", tmp_path / "prompts.txt"]
     few = ["--max-new-tokens", 8, "--topk", "1,2", "--steps", 2, "--num-draft-tokens", "3,5", "--tries", 2]
+    words = *models, *few, "--repeats", 1, "--out", out
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-
-    words = *models, *few, "--repeats", 1, "--out", out
     yield lambda *flags: (run_here(main_of("tune"), *map(str, (*words, *flags))), out)
     torch.set_num_threads(threads)
 

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -113,10 +114,10 @@ def test_losses_move_by_no_more_than_the_storage_rounds(tmp_path, store, roundin
 def test_top_k_of_more_tokens_than_are_kept_is_refused(tmp_path):
     drafter, _, (_, cached) = both(tmp_path, keep=4)
     assert isinstance(cached["teacher_logits"], TopTokens)
-    with pytest.raises(
-        ValueError, match=r"top_k wants the target's 8 likeliest tokens.* keeps 4: make one with keep=8"
-    ):
-        Eagle3Objective(steps=2, terms={"top_k": {"weight": 1.0, "k": 8}})(drafter, **cached)
+    objective = Eagle3Objective(steps=2, terms={"top_k": {"weight": 1.0, "k": 8}})
+    refusal = r"top_k wants the target's 8 likeliest tokens.* keeps 4: make one with keep=8"
+    with pytest.raises(ValueError, match=refusal):
+        objective(drafter, **cached)
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
@@ -132,29 +133,22 @@ def test_all_tokens_but_one_are_as_good_as_all(tmp_path, renormalise):
 
 
 def test_an_interrupted_cache_goes_on_and_damaged_shards_are_made_anew(tmp_path, monkeypatch):
+    """Its second shard is interrupted."""
     assert writer(tmp_path / "whole").write() == 3
     whole = contents(tmp_path / "whole")
-    calls = []
-
-    def compute(self, data):
-        calls.append(len(data))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return original(self, data)
-
-    original = FeatureCacheWriter.compute
-    monkeypatch.setattr(FeatureCacheWriter, "compute", compute)
+    cut = writer(tmp_path / "cut")
+    outcomes = iter([cut.compute, Mock(side_effect=KeyboardInterrupt)])
+    monkeypatch.setattr(cut, "compute", lambda data: next(outcomes)(data))
     with pytest.raises(KeyboardInterrupt):
-        writer(tmp_path / "cut").write()
+        cut.write()
     with pytest.raises(ValueError, match=r"lacks 2 of 3 shards: specdec train cache with its settings goes on"):
         FeatureCache(tmp_path / "cut")
     assert writer(tmp_path / "cut").write() == 2
     assert contents(tmp_path / "cut") == whole
     first, second = shard_path(tmp_path / "cut", 0, 3), shard_path(tmp_path / "cut", 1, 3)
     first.write_bytes(first.read_bytes()[:500])
-    content = bytearray(second.read_bytes())
-    content[-1] ^= 1
-    second.write_bytes(content)
+    content = second.read_bytes()
+    second.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match=r"features-00000.* is damaged: .*makes it anew"):
         FeatureCache(tmp_path / "cut")
     assert writer(tmp_path / "cut").write() == 2
@@ -185,10 +179,8 @@ def test_only_what_made_a_cache_may_use_it(tmp_path):
     nearly = target()
     with torch.no_grad():
         nearly.blocks[1].mlp.down.weight[3, 3] += 1e-6
-    other = Tokenizer()
-    other.chat_template = "{{ messages[0] }}"
     retold = target()
-    retold.tokenizer = other
+    retold.tokenizer.chat_template = "{{ messages[0] }}"
     changed = [*data[:-1], Sample(data[-1].ids, ~data[-1].mask)]
     for change, message in (
         ({"target": nearly}, r"with target \w+ \(tiny 0, float32\), and this is \w+ \(tiny 0, float32\)"),
@@ -221,21 +213,17 @@ def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(where, t
     moved = tmp_path / "elsewhere"
     (tmp_path / "cache").rename(moved)
 
-    def refuse(*_, **__):
-        raise AssertionError("the target ran")
-
-    monkeypatch.setattr("specdec.training.features.feature_cache.online_features", refuse)
+    ran = Mock(side_effect=AssertionError("the target ran"))
+    monkeypatch.setattr("specdec.training.features.feature_cache.online_features", ran)
     stored = [where[0], f"data.cache={moved}"]
     train.run(composed("train", *stored, f"out={tmp_path / 'cached'}"))
     shutil.copytree(tmp_path / "cached", tmp_path / "cut")
     (tmp_path / "cut" / "checkpoints" / "step-00000004.pt").unlink()
     train.run(composed("train", *stored, f"out={tmp_path / 'cut'}", "resume=true"))
-    online, cached, cut = (
-        load_file(tmp_path / run / "draft" / "model.safetensors") for run in ("online", "cached", "cut")
-    )
-    for name, weight in online.items():
-        torch.testing.assert_close(cached[name], weight, rtol=0, atol=1e-4, msg=name)
-        assert torch.equal(cached[name], cut[name]), name
+    runs = "online", "cached", "cut"
+    online, cached, cut = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in runs)
+    torch.testing.assert_close(cached, online, rtol=0, atol=1e-4)
+    torch.testing.assert_close(cached, cut, rtol=0, atol=0)
     for a, b in zip(logged(tmp_path / "online"), logged(tmp_path / "cached"), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert (a["split"], a["step"], a["tokens"]) == (b["split"], b["step"], b["tokens"])

@@ -3,17 +3,15 @@
 import json
 import lzma
 import shutil
+import sys
 
 import pytest
-from helpers import main_of
+from helpers import main_of, refused, run_here
 from omegaconf import OmegaConf
 from short_runs import write_rows
 
 from specdec.model.loader import load_target, load_texts
 from specdec.training.data import Batches, load_samples, preset, read_conversations, read_records
-
-count_main = main_of("data count")
-show_main = main_of("data show")
 
 GOOD = {"messages": [{"role": "user", "content": "What is 1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
 TEXT = {"text": "The quick brown fox."}
@@ -59,16 +57,15 @@ def test_a_bad_record_is_named_by_its_line_or_skipped_and_counted(target, tmp_pa
 def test_long_conversations_are_cut_or_dropped_and_counted(target, tmp_path, capsys):
     longer = {"messages": [GOOD["messages"][0], {"role": "assistant", "content": "It is 2. " * 20}]}
     path = write_rows(tmp_path / "a.jsonl", GOOD, longer, GOOD)
-    cut, dropped = load(target, path, max_length=40), load(target, path, max_length=40, too_long="drop")
-    assert [len(s.ids) for s in cut] == [len(cut[0].ids), 40, len(cut[0].ids)]
-    assert [len(s.ids) for s in dropped] == [len(cut[0].ids)] * 2
+    lengths = [[len(s.ids) for s in load(target, path, max_length=40, too_long=how)] for how in ("cut", "drop")]
+    short = lengths[0][0]
+    assert lengths == [[short, 40, short], [short, short]]
     printed = capsys.readouterr().err
     assert "1 conversations cut at 40 tokens" in printed
     assert "1 conversations of more than 40 tokens left out" in printed
-    with pytest.raises(ValueError, match="too_long must be 'cut' or 'drop', got 'fold'"):
-        load(target, path, too_long="fold")
-    with pytest.raises(ValueError, match="bad must be 'error' or 'skip', got 'ignore'"):
-        load(target, path, bad="ignore")
+    for name, choices, value in ("too_long", "'cut' or 'drop'", "fold"), ("bad", "'error' or 'skip'", "ignore"):
+        with pytest.raises(ValueError, match=f"{name} must be {choices}, got '{value}'"):
+            load(target, path, **{name: value})
 
 
 def test_what_has_nothing_to_learn_is_left_out_and_counted(target, tmp_path, capsys):
@@ -160,8 +157,8 @@ ROWS = [{"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.jsonl.xz"])
 def test_sharegpt_and_openai_forms(tmp_path, name):
     openai = [{"role": "user", "content": "a\u2028b"}, {"role": "assistant", "content": "c"}]
-    rows = [{"conversations": [{"from": "human", "value": "a\u2028b"}, {"from": "gpt", "value": "c"}]}]
-    rows += [{"messages": openai}]
+    sharegpt = [{"from": "human", "value": "a\u2028b"}, {"from": "gpt", "value": "c"}]
+    rows = [{"conversations": sharegpt}, {"messages": openai}]
     text = json.dumps(rows) if name == "a.json" else "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
     (lzma.open if name.endswith("xz") else open)(tmp_path / name, "wt", encoding="utf-8").write(text)
     assert [*read_conversations(tmp_path / name)] == [openai, openai]
@@ -171,17 +168,14 @@ def test_sharegpt_and_openai_forms(tmp_path, name):
 @pytest.mark.parametrize("form", ["file.parquet", "folder of parquet", "folder of json", "saved", "saved dictionary"])
 def test_data_sets_are_read_as_files_are(hub, tmp_path, target, form, streaming):
     rows, path = hub.Dataset.from_list(ROWS), tmp_path / "mine"
-    if form == "file.parquet":
-        path = tmp_path / "mine.parquet"
-        rows.to_parquet(path)
-    elif form == "folder of parquet":
-        path.mkdir()
+    path.mkdir()
+    if "parquet" in form:
         rows.to_parquet(path / "train-00000-of-00001.parquet")
     elif form == "folder of json":
-        path.mkdir()
         write_rows(path / "train.jsonl", *ROWS)
     else:
         (rows if form == "saved" else hub.DatasetDict(train=rows)).save_to_disk(path)
+    path = path / "train-00000-of-00001.parquet" if form == "file.parquet" else path
     plain = [r.messages() for r in read_records(write_rows(tmp_path / "plain.jsonl", *ROWS))]
     assert [r.messages() for r in read_records(path, streaming=streaming)] == plain
     a, b = load(target, path, streaming=streaming), load(target, tmp_path / "plain.jsonl")
@@ -200,26 +194,23 @@ def test_a_stream_is_read_no_further_than_needed_and_gives_the_same_batches_agai
     assert [next(resumed).tokens.tolist() for _ in range(2)] == whole[5:]
 
 
-def test_a_data_set_that_is_not_there_is_one_sentence(hub, tmp_path):
+def test_a_data_set_that_is_not_there_is_one_sentence(hub, tmp_path, monkeypatch):
+    """Also where the library `datasets` is not installed."""
     with pytest.raises(ValueError, match="cannot read the data set someone/nothing"):
         list(read_records("someone/nothing"))
     hub.DatasetDict(test=hub.Dataset.from_list(ROWS)).save_to_disk(tmp_path / "mine")
     with pytest.raises(ValueError, match=r"cannot read the data set .*mine: 'train'"):
         list(read_records(tmp_path / "mine"))
     assert len(list(read_records(tmp_path / "mine", split="test"))) == 5
-
-
-def test_without_datasets_the_sentence_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install 'specdec\[data\]'"):
         list(read_records("HuggingFaceH4/ultrachat_200k"))
 
 
 def test_presets_name_data_sets():
     assert preset("ultrachat") == {"name": "HuggingFaceH4/ultrachat_200k", "split": "train_sft"}
-    assert preset("mt_bench") == {"name": "HuggingFaceH4/mt_bench_prompts"}
-    assert preset("mine.jsonl") == {"name": "mine.jsonl"}
-    assert preset("files") == {"name": "files"}
+    for name, of in (("mt_bench", "HuggingFaceH4/mt_bench_prompts"), ("mine.jsonl",) * 2, ("files",) * 2):
+        assert preset(name) == {"name": of}
 
 
 def test_the_limit_counts_what_is_kept_and_nothing_is_read_beyond_it(target, tmp_path):
@@ -232,26 +223,21 @@ def test_show_and_count_read_no_weights(target_path, tmp_path):
     shutil.copytree(target_path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     texts = load_texts(folder)
     assert (texts.vocab, texts.eos, texts.config.context) == (whole.vocab, whole.eos, whole.config.context)
-    path = write_rows(tmp_path / "a.jsonl", GOOD)
-    show_main(["--target", str(folder), "--data", str(path)])
-    words = ["--target", str(folder), "--data", str(path), "--size", "9", "--out", str(tmp_path / "map.json")]
-    count_main(words)
+    words = ["--target", str(folder), "--data", str(write_rows(tmp_path / "a.jsonl", GOOD))]
+    main_of("data show")(words)
+    main_of("data count")([*words, "--size", "9", "--out", str(tmp_path / "map.json")])
     assert len(json.loads((tmp_path / "map.json").read_text())) == 9
 
 
-def test_show_marks_what_is_learnt(target_path, tmp_path, capsys, monkeypatch):
+def test_show_marks_what_is_learnt(target_path, tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.jsonl", {"prompt": "No answer?"}, GOOD)
-    show = ["--target", str(target_path), "--data", str(path)]
-    show_main(show)
-    out = capsys.readouterr().out
+    show, words = main_of("data show"), ["--target", str(target_path), "--data", str(path)]
+    out = run_here(show, *words).stdout
     assert out.startswith("<|user|>What is 1 + 1?<|end|><|assistant|>⟦It is 2.<|end|>⟧\n")
     assert "tokens are learnt" in out
     assert "\x1b" not in out
     monkeypatch.setenv("FORCE_COLOR", "1")
-    show_main(show)
-    out = capsys.readouterr().out
+    out = run_here(show, *words).stdout
     assert "⟦" not in out
     assert out.split("\x1b[")[1].endswith("It is 2.<|end|>"), "the first colour begins where the assistant does"
-    with pytest.raises(SystemExit):
-        show_main([*show, "--skip", "1"])
-    assert "no conversation in which the assistant speaks beyond the first 1" in capsys.readouterr().err
+    assert "no conversation in which the assistant speaks beyond the first 1" in refused(show, *words, "--skip", "1")

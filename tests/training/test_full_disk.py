@@ -16,15 +16,13 @@ from specdec.training.features.feature_cache import FeatureCache, shard_path
 from specdec.training.loop.checkpoint import read_newest, write_checkpoint
 
 
-def full(*_, **__):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def test_a_log_line_that_does_not_fit_stops_the_run_with_its_checkpoint(tmp_path, monkeypatch):
     run, original = trainer(tmp_path / "cut"), Path.open
 
     def refusing(self, *args, **kwargs):
-        return full() if self.name == "log.jsonl" and run.step == 5 else original(self, *args, **kwargs)
+        if self.name == "log.jsonl" and run.step == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(self, *args, **kwargs)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", refusing)

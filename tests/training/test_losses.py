@@ -1,14 +1,20 @@
-"""The fused, piecewise losses against what autograd makes of plain ones."""
+"""The fused, piecewise losses against what autograd makes of plain ones. Muon in fp32, where a processor has no
+products in bf16, against torch's Muon."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
+import short_runs
 import torch
 import torch.nn.functional as F
 from helpers import tiny_drafter, tiny_target
+from torch import nn
 
 from specdec.training.data import Batch
 from specdec.training.features.online import online_features
+from specdec.training.loop import optim
+from specdec.training.loop.optim import Muon
 from specdec.training.objectives import losses
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.teacher import Student, Teacher, TopTeacher
@@ -142,19 +148,16 @@ def test_gradients_by_readouts_and_heads(monkeypatch, parts, shared, frozen):
     monkeypatch.setattr(losses, "PIECE", 1)
     torch.manual_seed(0)
     readouts = [torch.randn(10, 6, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-
-    def head():
-        return [torch.randn(8, width, dtype=torch.float64, requires_grad=not frozen) for width in parts]
-
-    heads = [head()] * 3 if shared else [head() for _ in range(3)]
+    own = {"dtype": torch.float64, "requires_grad": not frozen}
+    heads = [[torch.randn(8, width, **own) for width in parts] for _ in range(1 if shared else 3)]
+    heads *= 3 // len(heads)
     scales = [1.0, 0.5, 0.25]
     logits = [x @ torch.cat(h, 1).T for x, h in zip(readouts, heads, strict=True)]
     expected = 7 * sum(s * x.square().sum() for s, x in zip(scales, logits, strict=True))
     loss = 7 * losses.head_loss(Squares(scales), readouts, heads)
     torch.testing.assert_close(loss, expected)
     learners = readouts if frozen else readouts + [weight for h in heads[: 1 if shared else 3] for weight in h]
-    for got, wanted in zip(torch.autograd.grad(loss, learners), torch.autograd.grad(expected, learners), strict=True):
-        torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(torch.autograd.grad(loss, learners), torch.autograd.grad(expected, learners))
 
 
 @pytest.mark.parametrize("terms", [{"ce": 1.0}, {"ce": 0.5, "lk": 2.0, "tokens": 0.1}])
@@ -163,10 +166,7 @@ def test_autocast_rounds_the_products_only(terms):
     arrive in the parameters' fp32."""
     target = tiny_target()
     drafter = tiny_drafter(target, draft_vocab=9)
-    torch.manual_seed(3)
-    tokens = torch.randint(17, (4, 12))
-    logits, feats = target(tokens, None, taps=drafter.taps)
-    inputs = {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": torch.ones(4, 12)}
+    inputs = short_runs.batch(target, drafter) | {"loss_mask": torch.ones(4, 12)}
     fine, _ = Eagle3Objective(steps=3, terms=terms)(drafter, **inputs)
     with torch.autocast("cpu", torch.bfloat16):
         loss, _ = Eagle3Objective(steps=3, terms=terms)(drafter, **inputs)
@@ -201,3 +201,41 @@ def test_logits_under_autocast_leave_it_as_it_was():
     assert not torch.is_autocast_enabled("cpu")
     Eagle3Objective(steps=2)(drafter, **features)
     assert not torch.is_autocast_enabled("cpu")
+
+
+# Muon
+
+
+SHAPES = [(24, 48), (48, 24), (32, 32)]
+
+
+def stepped(kind: type, steps: int, state: dict | None = None) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
+    """What so many steps add to matrices, and the optimizer; the first one is without a gradient."""
+    draw = torch.Generator().manual_seed(0)
+    matrices = [nn.Parameter(torch.randn(shape, generator=draw)) for shape in [(3, 3), *SHAPES]]
+    optimizer, before = kind(matrices, lr=0.1, momentum=0.95, weight_decay=0.05), [m.detach().clone() for m in matrices]
+    if state is not None:
+        optimizer.load_state_dict(copy.deepcopy(state))  # which is changed in place
+    for _ in range(steps):
+        for matrix in matrices[1:]:
+            matrix.grad = torch.randn(matrix.shape, generator=draw)
+        optimizer.step()
+    return [matrix.detach() - old for matrix, old in zip(matrices, before, strict=True)], optimizer
+
+
+@pytest.mark.parametrize("state", [None, torch.optim.Muon, Muon])
+def test_steps_are_torchs_up_to_its_rounding(state, monkeypatch):
+    """Also from a state that the other one wrote."""
+    monkeypatch.setattr(optim, "fast_bf16", lambda device: False)
+    state = None if state is None else stepped(state, 3)[1].state_dict()
+    ours, theirs = (stepped(kind, 3, state)[0] for kind in (Muon, torch.optim.Muon))
+    assert not ours[0].any()
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert (one - other).norm() < 2**-5 * other.norm()  # torch rounds 15 products one after the other to 2^-9
+        assert not torch.equal(one, other)
+
+
+def test_with_products_in_bf16_it_is_torchs(monkeypatch):
+    monkeypatch.setattr(optim, "fast_bf16", lambda device: True)
+    ours, theirs = (stepped(kind, 2)[0] for kind in (Muon, torch.optim.Muon))
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))

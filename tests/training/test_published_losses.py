@@ -130,15 +130,14 @@ def test_losses_and_gradients_of_published_trainers(golden, name):
     if case == "sliding.specforge":
         drafter.switches = SpecForgeWindow(**vars(drafter.switches))
     packed = f"{case}.mask" in golden or case == "sliding.speculators"
-    drafter.documents = golden["packed.document_ids"] if packed else None
     objective = AtTheirAnchors(terms, gamma=4.0, **settings)
     anchors, keep = golden[f"{case}.anchors"], golden.get(f"{case}.keep")
-    mask = golden[f"{'speculators' if case.startswith(('sl', 'vo')) else case}.mask"] if packed else None
-    anchors = anchors[None] if packed else anchors
+    if packed:
+        anchors, drafter.documents = anchors[None], golden["packed.document_ids"]
+        mask = golden[f"{'speculators' if case.startswith(('sl', 'vo')) else case}.mask"]
+        objective.counted = mask[:, drafter.switches.unused :]
     keep = torch.ones_like(anchors, dtype=torch.bool) if keep is None else keep.view_as(anchors)
-    objective.theirs = anchors, keep
-    objective.shown = golden.get(f"{case}.visible")
-    objective.counted = None if mask is None else mask[:, drafter.switches.unused :]
+    objective.theirs, objective.shown = (anchors, keep), golden.get(f"{case}.visible")
     loss, metrics = objective(drafter, **inputs_of(golden, packed, model, held["lm_head.weight"]))
     torch.testing.assert_close(loss.detach(), golden[f"{case}.{loss_name}"], rtol=1e-5, atol=0)
     assert torch.isfinite(metrics["losses"]).all()
@@ -150,12 +149,10 @@ def test_losses_and_gradients_of_published_trainers(golden, name):
 def test_domino_on_the_authors_hidden_states(golden, monkeypatch):
     """Base and final loss in their shares, and the gradients of the head, from SpecForge's hidden states."""
     held = load_file(GOLDEN / "domino.safetensors")
-    drafter = golden_drafter("dflash")
-    embedding, weight = held["embed_tokens.weight"], held["lm_head.weight"]
+    drafter, embedding, weight = golden_drafter("dflash"), held["embed_tokens.weight"], held["lm_head.weight"]
     head = Domino(drafter.vocab, embedding, 20, state=28, prefix=1)
-    drafter = BlockDrafter(
-        drafter.shape, 1, (1,), drafter.vocab, embedding, weight, BlockForward(6, 318, "p+k+1"), head
-    )
+    ends = drafter.vocab, embedding, weight
+    drafter = BlockDrafter(drafter.shape, 1, (1,), *ends, BlockForward(6, 318, "p+k+1"), head)
     tensors = {key.removeprefix("domino."): tensor for key, tensor in held.items() if key.startswith("domino.")}
     names = {key: place for key, place in FAMILY.parameters(drafter).items() if key in tensors}
     for key, (parameter, _, _) in names.items():
@@ -227,13 +224,8 @@ def test_peagle(name):
     objective = AtTheirRows(terms, known_only=known)
     objective.theirs = rows_at(tokens.shape, anchors, golden[f"{rows}.depth"], 4)
     last = F.rms_norm(golden["train.target_last_hidden"], (64,), golden["train.norm.weight"], 1e-6)
-    loss, metrics = objective(
-        drafter,
-        golden["train.target_hidden"],
-        tokens,
-        last @ golden["train.target.lm_head.weight"].T,
-        golden["train.loss_mask"],
-    )
+    logits = last @ golden["train.target.lm_head.weight"].T
+    loss, metrics = objective(drafter, golden["train.target_hidden"], tokens, logits, golden["train.loss_mask"])
     torch.testing.assert_close(loss.detach(), golden[loss_name], rtol=1e-5, atol=0)
     assert len(metrics["losses"]) == 4
     if name in ("kl", "specforge"):

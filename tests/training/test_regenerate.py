@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from helpers import main_of, refused
+from helpers import main_of, refused, run_here
 from remotes import small_server
 from short_runs import contents, small_files
 
@@ -18,38 +18,40 @@ from specdec.training.regenerate import Prompt, plan
 main = main_of("data regenerate")
 
 
-def arguments(target_path, prompts, out, *more):
-    """23 prompts in batches of 5, and shards of 9: neither divides another."""
-    return [
-        "--target", str(target_path), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "6",
-        "--batch-size", "5", "--shard-size", "9", *more,
-    ]  # fmt: skip
+@pytest.fixture(scope="module")
+def arguments(target_path, prompts):
+    """arguments(folder, more words, questions) -> the words of a run in which neither the number of prompts, that of a
+    batch nor that of a shard divides another."""
+    sizes = ["--max-new-tokens", "6", "--batch-size", "5", "--shard-size", "9"]
+
+    def words(folder, *more, questions=prompts):
+        where = "--target", target_path, "--prompts", questions, "--out", folder / "answers.jsonl"
+        return [*map(str, where), *sizes, *more]
+
+    return words
 
 
 SAMPLED = ("--temperature", "1.0", "--top-p", "0.95", "--seed", "3")
-KINDS = {"greedy": (), "sampled": SAMPLED}
 
 
 @pytest.fixture(scope="module")
-def whole(target_path, prompts, tmp_path_factory):
+def whole(arguments, tmp_path_factory):
     """What uninterrupted runs write: kind -> {name: bytes}."""
     runs = {}
-    for kind, settings in KINDS.items():
-        out = tmp_path_factory.mktemp(kind) / "answers.jsonl"
-        main(arguments(target_path, prompts, out, *settings))
-        runs[kind] = contents(out.parent)
+    for kind, settings in (("greedy", ()), ("sampled", SAMPLED)):
+        main(arguments(folder := tmp_path_factory.mktemp(kind), *settings))
+        runs[kind] = contents(folder)
     return runs
 
 
-def test_parts_make_the_files_of_the_whole(target_path, prompts, whole, tmp_path, monkeypatch):
+def test_parts_make_the_files_of_the_whole(arguments, whole, tmp_path, monkeypatch):
     """A part that is there is not made again."""
-    out = tmp_path / "answers.jsonl"
     for part in ("1/2", "0/2"):
-        main(arguments(target_path, prompts, out, "--part", part))
+        main(arguments(tmp_path, "--part", part))
     monkeypatch.setattr(module.Engine, "generate", None)
-    main(arguments(target_path, prompts, out, "--part", "0/2"))
+    main(arguments(tmp_path, "--part", "0/2"))
     assert contents(tmp_path) == whole["greedy"]
-    said = refused(main, *arguments(target_path, prompts, out, "--part", "2/2"))
+    said = refused(main, *arguments(tmp_path, "--part", "2/2"))
     assert "--part is K/N, such as 0/4 for the first of 4 parts, and not '2/2'" in said
 
 
@@ -74,7 +76,7 @@ def test_a_kill_loses_no_line_that_was_written(tmp_path):
         assert (tmp_path / "a-00001-of-00003.jsonl.partial").read_bytes() == b"{}\n" * 2
 
 
-def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp_path, whole):
+def test_from_any_byte_on_it_goes_on_to_the_same_bytes(arguments, tmp_path, whole):
     """As if it had been killed at many places, those among them where a line, a batch or a shard just ended."""
     shards = {n: c for n, c in whole["sampled"].items() if n.endswith(".jsonl")}
     text = b"".join(shards[name] for name in sorted(shards))
@@ -91,27 +93,25 @@ def test_from_any_byte_on_it_goes_on_to_the_same_bytes(target_path, prompts, tmp
             left -= len(shards[name])
             if left <= 0:
                 break
-        main(arguments(target_path, prompts, folder / "answers.jsonl", *SAMPLED))
+        main(arguments(folder, *SAMPLED))
         assert contents(folder) == whole["sampled"], place
 
 
-def test_the_settings_state_the_precision_of_products(target_path, prompts, tmp_path, matmul_precision):
-    command = arguments(target_path, prompts, tmp_path / "answers.jsonl", "--limit", "2")
+def test_the_settings_state_the_precision_of_products(arguments, tmp_path, matmul_precision):
+    command = arguments(tmp_path, "--limit", "2")
     record = tmp_path / "answers.run.json"
     main(command)
     settings = json.loads(record.read_text())
     assert settings.pop("matmul_precision") == "highest"
     record.write_text(json.dumps(settings))  # of a run before there was this flag
     main(command)
-    message = "begun with matmul_precision highest, and this is medium"
-    assert message in refused(main, *command, "--matmul-precision", "medium")
-    with_server = "--server", "http://x", "--matmul-precision", "medium"
-    assert "--matmul-precision contradicts --server" in refused(main, *command, *with_server)
+    command += ["--matmul-precision", "medium"]
+    assert "begun with matmul_precision highest, and this is medium" in refused(main, *command)
+    assert "--matmul-precision contradicts --server" in refused(main, *command, "--server", "http://x")
 
 
-def test_other_settings_do_not_go_on_with_it(target_path, prompts, tmp_path):
-    out = tmp_path / "answers.jsonl"
-    main(arguments(target_path, prompts, out, "--limit", "6"))
+def test_other_settings_do_not_go_on_with_it(arguments, tmp_path):
+    main(arguments(tmp_path, "--limit", "6"))
     before = contents(tmp_path)
     for more, message in (
         (("--limit", "7"), "begun with rows 6, and this is 7"),
@@ -119,22 +119,22 @@ def test_other_settings_do_not_go_on_with_it(target_path, prompts, tmp_path):
         (("--limit", "6", "--seed", "1"), "begun with seed 0, and this is 1"),
         (("--limit", "6", "--batch-size", "4"), "begun with batch_size 5, and this is 4"),
     ):
-        assert message in refused(main, *arguments(target_path, prompts, out, *more))
+        assert message in refused(main, *arguments(tmp_path, *more))
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"prompt": "What else?"}) + "\n")
-    refused(main, *arguments(target_path, other, out, "--limit", "6", "--shard-size", "1"))
+    refused(main, *arguments(tmp_path, "--limit", "6", "--shard-size", "1", questions=other))
     other.unlink()
     assert contents(tmp_path) == before
     out = tmp_path / "mine.jsonl"
     out.write_text("precious\n")
-    said = refused(main, *arguments(target_path, prompts, out, "--limit", "6"))
+    said = refused(main, *arguments(tmp_path, "--limit", "6", "--out", out))
     assert "mine.jsonl exists and was not made by this command" in said
     assert out.read_text() == "precious\n"
 
 
 @pytest.mark.parametrize("room", [700, 1000])
-def test_a_full_disk_is_one_sentence_and_nothing_is_lost(target_path, prompts, tmp_path, whole, room):
-    command = arguments(target_path, prompts, tmp_path / "answers.jsonl", *SAMPLED)
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(arguments, tmp_path, whole, room):
+    command = arguments(tmp_path, *SAMPLED)
     with small_files(room):
         refusal = refused(main, *command)
     assert refusal.startswith("error: cannot write ")
@@ -146,18 +146,17 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(target_path, prompts, t
     assert contents(tmp_path) == whole["sampled"]
 
 
-def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
+def test_what_is_not_answered_is_counted(arguments, tmp_path):
     rows = [{"prompt": "One?"}, {"prompt": "x" * 500}, {"messages": [{"role": "assistant", "content": "Hi."}]}]
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
-    command = arguments(target_path, path, tmp_path / "answers.jsonl")
+    command = arguments(tmp_path, questions=path)
     assert "prompts.jsonl line 4: invalid JSON" in refused(main, *command)
-    main([*command, "--bad", "skip"])
-    refusal = capsys.readouterr()
-    assert "1 prompts of more than 64 tokens left out" in refusal.err
-    assert "1 conversations that begin with an answer left out" in refusal.err
-    assert "1 bad records left out (the first: " in refusal.err
-    assert refusal.out.startswith("1 answers in ")
+    done = run_here(main, *command, "--bad", "skip")
+    assert "1 prompts of more than 64 tokens left out" in done.stderr
+    assert "1 conversations that begin with an answer left out" in done.stderr
+    assert "1 bad records left out (the first: " in done.stderr
+    assert done.stdout.startswith("1 answers in ")
 
 
 @pytest.mark.parametrize(
@@ -169,19 +168,18 @@ def test_what_is_not_answered_is_counted(target_path, tmp_path, capsys):
         (("--server", "nowhere"), "begins with http:// or https://"),
     ],
 )
-def test_mistakes_are_one_sentence(target_path, prompts, tmp_path, more, message):
-    assert message in refused(main, *arguments(target_path, prompts, tmp_path / "answers.jsonl", *more))
+def test_mistakes_are_one_sentence(arguments, tmp_path, more, message):
+    assert message in refused(main, *arguments(tmp_path, *more))
 
 
-def test_several_samples_of_a_prompt_differ_and_texts_are_continued(target_path, tmp_path, capsys):
-    (tmp_path / "prompts.txt").write_text("The quick brown\n")
-    out = tmp_path / "answers.jsonl"
-    main(["--target", str(target_path), "--prompts", str(tmp_path / "prompts.txt"), "--out", str(out), "--samples", "4",
-          "--temperature", "1", "--max-new-tokens", "8"])  # fmt: skip
-    texts = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+def test_several_samples_of_a_prompt_differ_and_texts_are_continued(arguments, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("The quick brown\n")
+    done = run_here(main, *arguments(tmp_path, "--samples", "4", "--temperature", "1", questions=prompts))
+    texts = [json.loads(line)["text"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
     assert len(set(texts)) == 4
     assert all(text.startswith("The quick brown") for text in texts)
-    assert "are continued as text, without the chat template" in capsys.readouterr().err
+    assert "are continued as text, without the chat template" in done.stderr
 
 
 def test_the_plan_depends_on_the_seed_alone_and_holds_every_prompt():

@@ -102,12 +102,9 @@ def expected(tokenizer, conversation):
 
 def pieces(tokenizer, sample):
     """The runs of training tokens of a sample, each with all text before it."""
-    runs = [
-        (learnt, list(group)) for learnt, group in itertools.groupby(range(len(sample.ids)), lambda i: sample.mask[i])
-    ]
-    return [
-        (tokenizer.decode(sample.ids[: run[0]]), tokenizer.decode(sample.ids[run])) for learnt, run in runs if learnt
-    ]
+    groups = itertools.groupby(range(len(sample.ids)), lambda i: sample.mask[i])
+    runs = [list(group) for learnt, group in groups if learnt]
+    return [(tokenizer.decode(sample.ids[: run[0]]), tokenizer.decode(sample.ids[run])) for run in runs]
 
 
 def check(tokenizer, row, split):
@@ -140,27 +137,17 @@ def test_templates_that_rewrite_earlier_turns_give_a_sample_for_each_answer(toke
     check(tokenizer, CUT, split=False)
 
 
+# What the template below leaves out
 FIELDS = {
-    "'tools'": {"tools": [{"type": "function"}], "messages": [user(), said()]},
+    "'tools'": SHAPES["tools"],
     "'tool_calls'": {"messages": [user(), said(None, tool_calls=[CALL])]},
-    "'reasoning_content'": {"messages": [user(), said(reasoning_content="wet")]},
+    "'reasoning_content'": THOUGHT,
     "'thinking'": {"messages": [user(), said(thinking="wet")]},
     "turn of 'tool'": {"messages": [user(), said(), {"role": "tool", "content": "17 degrees"}, said()]},
-    "turn of 'system'": {"messages": [{"role": "system", "content": "Be brief."}, user(), said()]},
-    "a list of parts": {"messages": [user([{"type": "text", "text": x} for x in "ab"]), said()]},
+    "turn of 'system'": SHAPES["system"],
+    "a list of parts": SHAPES["parts"],
 }
-
-
-@pytest.mark.parametrize("named", FIELDS)
-def test_what_the_template_leaves_out_is_refused_by_its_name(tokenizer, named):
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}<e>{% endif %}"
-        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    with pytest.raises(ValueError, match=named):
-        render(tokenizer, conversation_of(FIELDS[named]))
-
-
+# What no template could use
 RECORDS = {
     "'images'": {"images": ["a.png"], "messages": [user(), said()]},
     "'functions'": {"functions": [{}], "messages": [user(), said()]},
@@ -168,16 +155,25 @@ RECORDS = {
     "'weight'": {"messages": [user(), said(weight=0.5)]},
     "'train'": {"messages": [user() | {"train": True}, said()]},
     "'tools' is a text that is no JSON": {"tools": "weather", "messages": [user(), said()]},
-    "field 'system' and a turn": {"system": "x", "messages": [{"role": "system", "content": "y"}, user(), said()]},
+    "field 'system' and a turn": {"system": "x", **SHAPES["system"]},
     "no place for the field 'system'": {"system": "x", "text": "y"},
     "'tokens'": {"messages": [user(), said(tokens=["a"])]},
 }
 
 
-@pytest.mark.parametrize("named", RECORDS)
-def test_fields_that_cannot_be_used_are_refused_by_their_names(named):
+@pytest.mark.parametrize("named", [*FIELDS, *RECORDS])
+def test_what_cannot_be_used_is_refused_by_its_name(tokenizer, named):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<{{ m.role }}>{{ m.content }}<e>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    if named in RECORDS:
+        with pytest.raises(ValueError, match=named):
+            conversation_of(RECORDS[named])
+        return
+    conversation = conversation_of(FIELDS[named])
     with pytest.raises(ValueError, match=named):
-        conversation_of(RECORDS[named])
+        render(tokenizer, conversation)
 
 
 def test_an_answer_is_learnt_by_its_tokens_and_a_cut_one_without_an_end(tokenizer):
@@ -185,12 +181,10 @@ def test_an_answer_is_learnt_by_its_tokens_and_a_cut_one_without_an_end(tokenize
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     words = tokenizer("Water is wet")["input_ids"]
     for tokens, reason in (([*words, end], "stop"), (words, "length")):
-        row = {"messages": [user(), said("Water is wet", tokens=tokens, finish_reason=reason)]}
-        (sample,) = render(tokenizer, conversation_of(row))
-        assert sample.ids[sample.mask].tolist() == tokens
-        del row["messages"][1]["tokens"]  # a server that does not return them
-        (sample,) = render(tokenizer, conversation_of(row))
-        assert sample.ids[sample.mask].tolist() == tokens
+        for returned in ({"tokens": tokens}, {}):  # not every server returns them
+            row = {"messages": [user(), said("Water is wet", finish_reason=reason, **returned)]}
+            (sample,) = render(tokenizer, conversation_of(row))
+            assert sample.ids[sample.mask].tolist() == tokens
     notes = []
     (sample,) = render(tokenizer, conversation_of({"messages": [user(), said("Water", tokens=words)]}), notes.append)
     assert tokenizer.decode(sample.ids[sample.mask]) == "Water<|end|>"

@@ -92,25 +92,19 @@ def test_a_weight_counts_a_token_so_many_times(objective, kind):
     drafter = tiny_drafter(target, draft_vocab=8, kind=kind)
     data, how = batch(target, drafter), {"steps": 3, "decay": 0.5}
     distilled = objective is Eagle3Objective  # learns the distribution of token x by the mask at x - 1
-    token = next(x for x in range(6, 11) if _known(drafter, data, 2, x, distilled))
+    learnt = data["teacher_logits"].argmax(-1)[2].roll(1) if distilled else data["tokens"][2]
+    token = next(x for x in range(6, 11) if learnt[x] in drafter.vocab.ids)
     weights = torch.ones(4, 12)
     weights[2, token] = 3.0
     loss, metrics = objective(**how)(drafter, **data, weights=weights)
     only = torch.zeros(1, 12)
     only[0, token - distilled] = 1.0
-    repeated = {k: torch.cat([v, v[2:3], v[2:3]]) for k, v in data.items()} | {
-        "loss_mask": torch.cat([data["loss_mask"], only, only])
-    }
+    repeated = {k: torch.cat([v, v[2:3], v[2:3]]) for k, v in data.items()}
+    repeated["loss_mask"] = torch.cat([data["loss_mask"], only, only])
     expected, same = objective(**how)(drafter, **repeated)
     assert metrics["counted"] == same["counted"] == objective(**how)(drafter, **data)[1]["counted"] + 2
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(metrics["losses"], same["losses"])
-    torch.testing.assert_close(metrics["accuracy"], same["accuracy"])
-
-
-def _known(drafter, data, row: int, token: int, distilled: bool) -> bool:
-    top_logprobs = data["teacher_logits"][row, token - 1].argmax() if distilled else data["tokens"][row, token]
-    return top_logprobs.item() in drafter.vocab.ids.tolist()
+    torch.testing.assert_close((metrics["losses"], metrics["accuracy"]), (same["losses"], same["accuracy"]))
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.25, "dddrdddrdddr"), (0.5, "drdrdrdrdrdr"), (1.0, "rrrrrrrrrrrr")])
@@ -122,15 +116,11 @@ def test_batches_take_their_share_and_the_data_keep_their_order(share, expected)
     stream, plain = run.iterate(), data.iterate()
     whole = [next(stream) for _ in expected]
     assert "".join("d" if b.weights is None else "r" for b in whole) == expected
-    for b in whole:
-        if b.weights is None:
-            assert torch.equal(b.tokens, next(plain).tokens)
-        else:
-            assert b.tokens.numel() <= 40
+    assert all(torch.equal(b.tokens, next(plain).tokens) for b in whole if b.weights is None)
+    assert all(b.tokens.numel() <= 40 for b in whole if b.weights is not None)
     assert len(run.batches) > 1
-    assert sorted(len(s.ids) for s in run.samples) == sorted(
-        int(n) for b in run.batches for n in (b.loss_mask.cumsum(1).argmax(1) + 1).tolist()
-    ), "the rollout's batches do not hold each sample once"
+    lengths = [n for b in run.batches for n in (b.loss_mask.cumsum(1).argmax(1) + 1).tolist()]
+    assert sorted(lengths) == sorted(len(s.ids) for s in run.samples), "the batches do not hold each sample once"
     for skip in range(8):
         assert torch.equal(next(run.iterate(skip)).tokens, whole[skip].tokens)
 
@@ -139,10 +129,7 @@ def test_prompts_are_what_stands_before_answers():
     """Of several answers each may be written again; of plain texts a beginning; what leaves no room is left out."""
     target = tiny_target()
     chat = np.array([0, 0, 1, 1, 0, 0, 0, 1, 1, 1], dtype=bool)
-    texts = [
-        Sample(np.arange(10, dtype=np.int32), chat),
-        Sample(np.arange(12, dtype=np.int32), np.ones(12, dtype=bool)),
-    ]
+    texts = [Sample(np.arange(len(mask), dtype=np.int32), mask) for mask in (chat, np.ones(12, dtype=bool))]
     run = rollouts(target, tiny_drafter(target), Batches(texts, 40, 0), max_new_tokens=3)
     for step in range(20):
         assert {2, 7} <= {len(p) for p in run._prompts(step)}

@@ -1,20 +1,19 @@
 """The training loop in one process: the golden step, accumulation, averages, what is measured, what goes wrong."""
 
-import json
 import math
 import os
 import re
 import signal
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from helpers import BLOCKS, DRAFTERS, tiny_drafter, tiny_target
 from safetensors.torch import load_file
-from short_runs import assert_goes_on, samples, trainer
+from short_runs import assert_goes_on, samples, trainer, write_rows
 from test_golden import GOLDEN, golden_drafter
 
 from specdec.acceptance import read_acceptance
@@ -33,14 +32,9 @@ from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.trees import Chain
 
 
-class Fixed:
-    """Batches given one by one."""
-
-    def __init__(self, *batches: Batch):
-        self.batches = batches
-
-    def iterate(self, skip: int = 0):
-        return iter(self.batches[skip:])
+def fixed(*batches: Batch) -> SimpleNamespace:
+    """Data of these batches."""
+    return SimpleNamespace(iterate=lambda skip: iter(batches[skip:]))
 
 
 class GoldenTarget(torch.nn.Module):
@@ -63,7 +57,7 @@ def test_the_golden_step_comes_out_of_the_trainer(tmp_path, recompute):
     golden = load_file(GOLDEN / "eagle3" / "ttt_reference.safetensors")
     objective = Eagle3Objective(steps=7, decay=0.8, mean="all")
     config = TrainerConfig(steps=1, recompute=recompute)
-    data = Fixed(Batch(golden["input_ids"], golden["loss_mask"]))
+    data = fixed(Batch(golden["input_ids"], golden["loss_mask"]))
     run = Trainer(GoldenTarget(golden), drafter, objective, data, None, config, tmp_path)
     run.optimizers.step = lambda scale, clip: 1.0  # leaves the gradients where they are
     metrics, _, row = run._step(next(run._groups()))
@@ -80,10 +74,10 @@ def test_two_batches_of_a_step_are_one_of_twice_the_size(tmp_path):
     tokens = torch.randint(17, (4, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.zeros(4, 12)
     mask[0, 3:] = mask[1, 10:] = mask[2, 9:] = 1
-    halves = [Batch(tokens[:2], mask[:2]), Batch(tokens[2:], mask[2:])]
     gradients, rows = [], []
-    for data, accumulate in ((Fixed(Batch(tokens, mask)), 1), (Fixed(*halves), 2)):
-        run = trainer(tmp_path, objective=Eagle3Objective(steps=1), data=data, accumulate=accumulate)
+    for parts in (1, 2):
+        data = fixed(*map(Batch, tokens.chunk(parts), mask.chunk(parts)))
+        run = trainer(tmp_path, objective=Eagle3Objective(steps=1), data=data, accumulate=parts)
         run.optimizers.step = lambda scale, clip: 1.0
         rows.append(run._step(next(run._groups()))[2])
         gradients.append([p.grad for p in run.parameters.values()])
@@ -95,17 +89,16 @@ def test_two_batches_of_a_step_are_one_of_twice_the_size(tmp_path):
 def test_averages_are_evaluated_and_exported(tmp_path):
     run, plain = trainer(tmp_path / "ema", ema=0.5), trainer(tmp_path / "plain")
     expected = {name: p.detach().clone() for name, p in plain.parameters.items()}
-    step = plain._step
+    step = plain.optimizers.step
 
-    def watched(group):
-        out = step(group)
+    def watched(*how):
+        norm = step(*how)
         for name, parameter in plain.parameters.items():
             expected[name].lerp_(parameter.detach(), 0.5)
-        return out
+        return norm
 
-    plain._step = watched
-    heldout = plain.train()["heldout_loss"]
-    assert run.train()["heldout_loss"] != heldout
+    plain.optimizers.step = watched
+    assert plain.train()["heldout_loss"] != run.train()["heldout_loss"]
     exported = load_drafter(tmp_path / "ema" / "draft", run.target)
     for name, parameter in exported.named_parameters():
         torch.testing.assert_close(parameter, expected[name], rtol=1e-6, atol=1e-7)
@@ -172,32 +165,26 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at, how)
     assert_goes_on(partial(trainer, **how), tmp_path / "cut", at)
 
 
-def damage(path: Path, how: str) -> None:
-    content = bytearray(path.read_bytes())
-    if how == "cut":
-        path.write_bytes(content[: len(content) // 2])
-    elif how == "empty":
-        path.write_bytes(b"")
-    else:
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+def one_bit_changed(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
-@pytest.mark.parametrize("how", ["cut", "empty", "one bit"])
-def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, how):
+@pytest.mark.parametrize("damaged", [lambda content: content[: len(content) // 2], lambda _: b"", one_bit_changed])
+def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, damaged):
     """One that a kill left half written does not count."""
     short, cut = partial(trainer, steps=5, ema=0.5), tmp_path / "cut"
     short(cut).train()
     newest = checkpoints(cut)[-1]
     partial_path(newest.with_name("step-00000009.pt")).write_bytes(newest.read_bytes()[:999])
-    damage(newest, how)
+    newest.write_bytes(damaged(newest.read_bytes()))
     capsys.readouterr()
     assert_goes_on(short, cut, 4)
     warning = capsys.readouterr().err
     assert f"warning: {newest} is damaged or not ours" in warning
     assert "; the one before it is used\n" in warning
     for path in checkpoints(cut):
-        damage(path, how)
+        path.write_bytes(damaged(path.read_bytes()))
     with pytest.raises(ValueError, match=r"every checkpoint in .* is damaged"):
         short(cut).resume()
 
@@ -220,42 +207,37 @@ def test_expected_tau_is_what_a_loop_says(kind):
     for j in (0, 1):  # answers that often agree, so that chains grow
         agreeing = drafter.vocab.to_target(drafts[j].argmax(-1))[:, : 9 - j : 2]
         logits[:, j + 1 :: 2].scatter_(-1, agreeing[..., None], 9.0)
-    greedy = sampled = counted = 0.0
-    for b in range(2):
-        for t in range(9):
-            if not mask[b, t + 1]:
-                continue
-            counted, greedy, sampled = counted + 1, greedy + 1, sampled + 1
-            agree = accept = 1.0
-            for j in range(steps):
-                if t + 1 + j >= 10 or not mask[b, t + 1 + j]:
-                    break
-                p, q = logits[b, t + 1 + j].softmax(-1), drafts[j][b, t].softmax(-1)
-                agree *= float(drafter.vocab.ids[q.argmax()] == p.argmax())
-                accept *= torch.minimum(p[drafter.vocab.ids], q).sum().item()
-                greedy, sampled = greedy + agree, sampled + accept
+    starts = (mask[:, 1:] > 0).nonzero()
+    greedy = sampled = float(len(starts))
+    for b, t in starts:
+        agree = accept = 1.0
+        for j in range(steps):
+            if t + 1 + j >= 10 or not mask[b, t + 1 + j]:
+                break
+            p, q = logits[b, t + 1 + j].softmax(-1), drafts[j][b, t].softmax(-1)
+            agree *= float(drafter.vocab.ids[q.argmax()] == p.argmax())
+            accept *= torch.minimum(p[drafter.vocab.ids], q).sum().item()
+            greedy, sampled = greedy + agree, sampled + accept
     got = expected_tau(drafter, feats, tokens, logits, mask, steps)
-    assert got.tolist() == pytest.approx([greedy, sampled, counted], rel=1e-5)
-    assert greedy > counted + 2
+    assert got.tolist() == pytest.approx([greedy, sampled, len(starts)], rel=1e-5)
+    assert greedy > len(starts) + 2
 
 
 def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tmp_path, pictures):
     target = load_target(target_path)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [f"What is {n} + 1?"]}) + "\n" for n in range(5)))
+    prompts = write_rows(tmp_path / "prompts.jsonl", *({"turns": [f"What is {n} + 1?"]} for n in range(5)))
     settings = {"prompts": str(prompts), "decode_every": 2, "decode_prompts": 3, "decode_tokens": 12, "decode_steps": 3}
     config = TrainerConfig(steps=4, warmup=0, lr=1e-2, eval_batches=1, **settings)
     data = Batches(samples(vocab=target.config.vocab), 100, 0)
     drafter = load_drafter(drafter_path, target).requires_grad_(True)
     run = Trainer(target, drafter, Eagle3Objective(2), data, data, config, tmp_path)
     result = run.train()
-    rows = [row for row in read_log(tmp_path / "log.jsonl") if row["split"] == "decode"]
-    assert [row["step"] for row in rows] == [2, 4]
-    assert result["tau"] == rows[-1]["tau"]
-    best = max(row["tau"] for row in rows)
-    assert read_newest(tmp_path)[1]["best"] == best
+    taus = {row["step"]: row["tau"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == "decode"}
+    assert list(taus) == [2, 4]
+    assert result["tau"] == taus[4]
+    assert read_newest(tmp_path)[1]["best"] == max(taus.values())
     asked = [encode_prompt(target, p) for p in read_prompts(prompts)[:3]]
-    for folder, expected in (("draft", rows[-1]["tau"]), ("best", best)):
+    for folder, expected in (("draft", taus[4]), ("best", max(taus.values()))):
         decoded = Engine(target, load_drafter(tmp_path / folder, target), Chain(3)).generate(asked, max_new_tokens=12)
         assert tau([row.trace for row in decoded.rows]) == expected
         along_levels = read_acceptance(tmp_path / folder).measured
@@ -265,17 +247,12 @@ def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tm
 
 
 def test_loggers_get_copies_of_the_log(tmp_path, monkeypatch):
-    started, logged = {}, []
-
-    def init(**settings):
-        started.update(settings)
-        return SimpleNamespace(log=lambda row, step: logged.append((step, row)))
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb", wandb := Mock())
     run = trainer(tmp_path, steps=2, logger="wandb")
-    assert not started, "a run that fails before its first step leaves nothing"
+    assert not wandb.init.called, "a run that fails before its first step leaves nothing"
     run.train()
-    assert started["dir"] == str(tmp_path)
+    assert wandb.init.call_args.kwargs["dir"] == str(tmp_path)
+    logged = [(call.kwargs["step"], call.args[0]) for call in wandb.init.return_value.log.call_args_list]
     assert [step for step, row in logged if "train/loss" in row] == [1, 2]
     assert all(row["train/tokens_per_second"] > 0 for _, row in logged if "train/loss" in row)
     assert any("heldout/expected_tau" in row for _, row in logged)
@@ -291,10 +268,8 @@ def test_tensorboard_shows_the_log(tmp_path):
 
     trainer(tmp_path, steps=4, logger="tensorboard").train()
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    rows = [row for row in read_log(tmp_path / "log.jsonl") if row["split"] == "train"]
-    assert [(e.step, pytest.approx(e.value)) for e in found.Scalars("train/loss")] == [
-        (row["step"], row["loss"]) for row in rows
-    ]
+    losses = [(row["step"], row["loss"]) for row in read_log(tmp_path / "log.jsonl") if row["split"] == "train"]
+    assert [(e.step, pytest.approx(e.value)) for e in found.Scalars("train/loss")] == losses
     assert {"train/accuracy_0", "heldout/expected_tau", "train/tokens_per_second"} <= set(found.Tags()["scalars"])
 
 
@@ -303,23 +278,22 @@ def test_progress_from_the_first_step_and_the_switch(tmp_path, capsys):
     objective = Eagle3Objective(steps=2, then={"ce": 1.0}, switch=0.5)
     run = trainer(tmp_path, steps=6, log_every=4, objective=objective)
     run.train()
-    rows = read_log(tmp_path / "log.jsonl")
-    assert [row["step"] for row in rows if row["split"] == "train"] == [1, 4, 6]
-    assert [row["step"] for row in rows if row["split"] == "switch"] == [3]
+
+    def steps(split):
+        return [row["step"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == split]
+
+    assert (steps("train"), steps("switch")) == ([1, 4, 6], [3])
     err = capsys.readouterr().err
     assert "step 3: the objective switches from objective.terms to objective.then" in err
     assert re.search(r"loss=[\d.]+, acc=[\d. ]+, [\d,]+ tokens/s", err)
     run.log.forget_after(3)
-    assert [row["step"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == "switch"] == []
+    assert steps("switch") == []
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_mistakes_are_named(tmp_path):
+    for settings, message in (
         ({"ema": 1.5}, "ema must be null or a decay"),
         ({"kind": "medusa", "recompute": True}, "recompute is for drafters with a layer"),
-    ],
-)
-def test_mistakes_are_named(tmp_path, settings, message):
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, **settings)
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer(tmp_path, **settings)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,22 +23,31 @@ from specdec.training.build import build_drafter, from_checkpoint
 CONF = Path(__file__).parents[2] / "conf"
 
 
+@pytest.fixture
+def target(target_path):
+    return load_target(target_path)
+
+
 def settings(name: str = "eagle3", **fields):
     return OmegaConf.merge(OmegaConf.load(CONF / "drafter" / f"{name}.yaml"), fields)
+
+
+def saved(folder, target):
+    """The drafter with which a run from this folder begins."""
+    return build_drafter(settings("saved", path=str(folder)), target, [], 0)
 
 
 @pytest.mark.parametrize(
     ("kind", "objective"), [("eagle3", "recipe"), ("eagle", "eagle"), ("mtp", "mtp"), ("medusa", "medusa")]
 )
-def test_every_kind_can_be_trained_further(target_path, drafter_path, tmp_path, kind, objective):
+def test_every_kind_can_be_trained_further(target, tmp_path, kind, objective):
     """With the vocabulary, the taps and the shape of the checkpoint, and by the objective of its family."""
-    target, folder = load_target(target_path), drafter_path if kind == "eagle3" else tmp_path / "given"
-    if kind != "eagle3":
-        save_drafter(tiny_drafter(target, kind=kind), folder, target)
+    folder = tmp_path / "given"
+    save_drafter(tiny_drafter(target, draft_vocab=50 if kind == "eagle3" else None, kind=kind), folder, target)
     given = load_drafter(folder, target)
     words = from_checkpoint([f"from={folder}", "out=x"])
     assert words[2:] == ["drafter=saved", f"drafter.path='{folder}'", f"objective={objective}"]
-    drafter = build_drafter(settings("saved", path=str(folder)), target, [], 0)
+    drafter = saved(folder, target)
     assert kind != "eagle3" or torch.equal(drafter.vocab.ids, given.vocab.ids)
     assert (type(drafter), drafter.taps, drafter.shape) == (type(given), given.taps, given.shape)
     weights = dict(given.named_parameters())
@@ -48,20 +58,19 @@ def test_every_kind_can_be_trained_further(target_path, drafter_path, tmp_path, 
     assert set(weights) <= {"head.weight"}  # which has the target's rows here
 
 
-def test_a_head_that_was_not_trained_stays_so(target_path, tmp_path):
+def test_a_head_that_was_not_trained_stays_so(target, tmp_path):
     """Also where the layout stores the target's rows."""
-    target = load_target(target_path)
     vocab = DraftVocab(target.vocab, torch.arange(0, target.vocab, 2))
     made = eagle3.create(target, vocab=vocab, train_head=True)  # a fresh head has the target's rows
     save_drafter(made, tmp_path / "draft", target)
-    drafter = build_drafter(settings("saved", path=str(tmp_path / "draft")), target, [], 0)
+    drafter = saved(tmp_path / "draft", target)
     assert "head.weight" not in dict(drafter.named_parameters())
     assert torch.equal(drafter.head.weight, target.head.weight[::2])
 
 
-@pytest.mark.parametrize(("layers", "taps"), [(28, (2, 14, 25)), (36, (2, 18, 33)), (5, (1, 3, 5)), (1, (1, 1, 1))])
-def test_taps_are_the_published_ones_or_those_of_a_shallow_target(layers, taps):
-    assert eagle3.default_taps(layers) == taps
+def test_taps_are_the_published_ones_or_those_of_a_shallow_target():
+    for layers, taps in ((28, (2, 14, 25)), (36, (2, 18, 33)), (5, (1, 3, 5)), (1, (1, 1, 1))):
+        assert eagle3.default_taps(layers) == taps
 
 
 def test_words_that_describe_another_drafter_are_refused(drafter_path):
@@ -72,11 +81,9 @@ def test_words_that_describe_another_drafter_are_refused(drafter_path):
             from_checkpoint([f"from={drafter_path}", word])
 
 
-@pytest.mark.parametrize(
-    ("hidden", "intermediate", "size"), [(576, 1536, 8192), (1024, 3072, 16384), (4096, 14336, 32000)]
-)
-def test_the_head_costs_no_more_than_the_rest(hidden, intermediate, size):
-    assert fitting_size(SimpleNamespace(hidden=hidden, intermediate=intermediate)) == size
+def test_the_head_costs_no_more_than_the_rest():
+    for hidden, intermediate, size in ((576, 1536, 8192), (1024, 3072, 16384), (4096, 14336, 32000)):
+        assert fitting_size(SimpleNamespace(hidden=hidden, intermediate=intermediate)) == size
 
 
 def test_a_fresh_eagle3_head_looks_at_the_token_just_drafted():
@@ -84,22 +91,16 @@ def test_a_fresh_eagle3_head_looks_at_the_token_just_drafted():
     torch.manual_seed(0)
     attention = Attention(DraftShape(256, 512, 8, 4, 32, 1e-5, Rope()), 512)
     look_at_itself(attention)
-    table = RopeTable(Rope(), 32)
+    table, attend = RopeTable(Rope(), 32), Mock(return_value=torch.zeros(1, 60, 256))
     table.reserve(60, torch.zeros(()))
-    seen = []
-
-    def attend(q, k, v):
-        scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, dim=2)) * 32**-0.5
-        seen.append(scores.softmax(-1).diagonal(dim1=2, dim2=3))
-        return q.flatten(2)
-
     attention(torch.randn(1, 60, 512), table(torch.arange(60)[None]), attend)
-    assert seen[0].mean() > 0.9
+    q, k, _ = attend.call_args.args
+    scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(2, dim=2)) * 32**-0.5
+    assert scores.softmax(-1).diagonal(dim1=2, dim2=3).mean() > 0.9
 
 
-def test_a_fresh_eagle_head_hears_the_embedding_beside_the_feature(target_path):
+def test_a_fresh_eagle_head_hears_the_embedding_beside_the_feature(target):
     """However small the target's embeddings are, half as loud as a feature, which itself passes through."""
-    target = load_target(target_path)
     with torch.no_grad():
         target.embed.weight.mul_(0.01)
     head = build_drafter(settings("eagle", draft_vocab_size=None), target, [], 0)
@@ -127,8 +128,7 @@ def test_divided_features_end_up_in_a_saved_fc(tmp_path):
         loaded = load_drafter(tmp_path / "draft", target)
         torch.testing.assert_close(loaded.fc(feats), drafter.fuse(feats), rtol=1e-5, atol=1e-5)
         assert not torch.allclose(drafter.fc(feats), drafter.fuse(feats), rtol=0.1)
-    further = build_drafter(settings("saved", path=str(tmp_path / "draft")), target, [], 0)
-    assert torch.equal(further.scaled_fc(), loaded.fc.weight)
+    assert torch.equal(saved(tmp_path / "draft", target).scaled_fc(), loaded.fc.weight)
 
 
 def test_features_are_divided_by_their_size():

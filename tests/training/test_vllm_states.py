@@ -1,7 +1,9 @@
 """Features from files of hidden states as vLLM writes them. A stand-in writes them here, from transformers' modules:
 the inputs of the layers, and the output of the last one."""
 
+import itertools
 import json
+import os
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -9,9 +11,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 
+import helpers
 import pytest
 import torch
-from helpers import main_of, run_here
+from helpers import main_of
 from remotes import small_server
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -40,10 +43,10 @@ class StandIn:
                                             with_kwargs=True)  # fmt: skip
 
     @torch.no_grad()
-    def write(self, ids, layers=LAYERS, stated=True, says=None):
+    def write(self, ids, layers=LAYERS, stated=True, says=None, end=None):
         self.inputs.clear()
         logits = self.model(torch.tensor([list(ids)])).logits[0, -1]
-        states = torch.stack([self.inputs[layer][0] for layer in layers], 1)
+        states = torch.stack([self.inputs[layer][0, :end] for layer in layers], 1)
         names = {"of_layers": "num_hidden_layers", "hidden": "hidden_size", "vocab": "vocab_size"}
         about = {key: getattr(self.model.config, name) for key, name in names.items()}
         about |= {"layers": layers, "next_token": logits.argmax().item(), "model": "the stand-in's"}
@@ -71,8 +74,10 @@ def ids(where, target_path):
     return [s.ids for s in load_samples(composed("cache", *where).data, load_target(target_path))]
 
 
-def shard(folder):
-    (path,) = folder.glob("features-*.safetensors")
+def stored(where, out, *words) -> dict:
+    """What the command stores with these settings."""
+    cache.run(composed("cache", *where, "store=fp32", f"out={out}", *words))
+    (path,) = out.glob("features-*.safetensors")
     return load_file(path)
 
 
@@ -82,21 +87,17 @@ def test_features_and_training_are_those_of_the_target_here(where, target_path, 
     for number, text in enumerate(ids):  # of some more than the text: what follows changes no state
         stand_in.write([*text, 5] if number % 3 == 0 else text)
     stand_in.write(every_token(320).tolist())
-    words, taps = [*where, "store=fp32"], "drafter.taps=[0,1,2]"
-    cache.run(composed("cache", *words, taps, f"out={tmp_path / 'here'}"))
-    cache.run(composed("cache", *words, taps, f"out={tmp_path / 'there'}", f"from_vllm={folder}"))
-    ours, theirs = shard(tmp_path / "here"), shard(tmp_path / "there")
+    taps = "drafter.taps=[0,1,2]"
+    ours = stored(where, tmp_path / "here", taps)
+    theirs = stored(where, tmp_path / "there", taps, f"from_vllm={folder}")
     assert ours.keys() == theirs.keys() > {"feats", "hidden"}
     for name, tensor in ours.items():
         room = 1e-4 * tensor.float().abs().max().item() if tensor.is_floating_point() else 0
         torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=room, msg=name)
-    runs = {
-        "here": ("here", "trainer.prompts=null"),
-        "there": ("there", "trainer.prompts=null"),
-        "ends": ("there", "whole_target=false"),
-    }
-    for name, (of, more) in runs.items():
-        words = f"data.cache={tmp_path / of}", f"out={tmp_path / 'run' / name}", taps, more
+    runs = {"here": "trainer.prompts=null", "there": "trainer.prompts=null", "ends": "whole_target=false"}
+    for name, more in runs.items():
+        of = tmp_path / name.replace("ends", "there")
+        words = f"data.cache={of}", f"out={tmp_path / 'run' / name}", taps, more
         train.run(composed("train", f"target.path={target_path}", *words))
     assert "tau is not decoded" in capsys.readouterr().err
     for a, b, c in zip(*(logged(tmp_path / "run" / name) for name in runs), strict=True):
@@ -108,7 +109,7 @@ def test_features_and_training_are_those_of_the_target_here(where, target_path, 
 
 def test_a_server_is_asked_for_what_is_not_there(where, target_path, ids, folder, tmp_path):
     """The most likely tokens in place of the last state; the folder has a third, and a second run asks for nothing."""
-    stand_in, words = StandIn(target_path, folder), where
+    stand_in = StandIn(target_path, folder)
     for text in ids[::3]:
         stand_in.write(text)
     with small_server(Engine(load_target(target_path))) as server:
@@ -118,15 +119,13 @@ def test_a_server_is_asked_for_what_is_not_there(where, target_path, ids, folder
             return {"choices": [{"text": "", "finish_reason": "length"}]}
 
         server.complete = complete
-        for out in ("one", "two"):
-            more = f"out={tmp_path / out}", f"from_vllm={folder}", f"server={server.url}", "requests=2"
-            cache.run(composed("cache", *words, *more, "store=fp32", "keep=9"))
+        more = f"from_vllm={folder}", f"server={server.url}", "requests=2"
+        _, theirs = (stored(where, tmp_path / out, *more, "keep=9") for out in ("one", "two"))
         asked = [tuple(body["prompt"]) for body in server.asked]
     every, there = tuple(every_token(320).tolist()), {tuple(text.tolist()) for text in ids[::3]}
     assert sorted(asked) == sorted({every, *(tuple(text.tolist()) for text in ids)} - there)
     assert {(body["max_tokens"], body["temperature"]) for body in server.asked} == {(1, 0.0)}
-    cache.run(composed("cache", *words, f"out={tmp_path / 'here'}", "store=fp32", "keep=9"))
-    ours, theirs = shard(tmp_path / "here"), shard(tmp_path / "two")
+    ours = stored(where, tmp_path / "here", "keep=9")
     torch.testing.assert_close(theirs["logp"], ours["logp"], rtol=0, atol=1e-4)
     assert torch.equal(theirs["choice"], ours["choice"])
 
@@ -146,43 +145,12 @@ def test_files_that_say_nothing_are_read_by_the_servers_layers(where, target_pat
     stand_in = StandIn(target_path, folder)
     for text in ids:
         stand_in.write(text, stated=False)
-    words = [*where, "store=fp32"]
-    more = ["trainer=small", f"out={tmp_path / 'x'}", "--from-vllm", str(folder)]
-    said = run_here(main_of("train cache"), *words, *more)
-    assert said.returncode == 2
-    assert "does not say which layers it holds: give layer_ids=[...]" in said.stderr
-    cache.run(composed("cache", *words, f"out={tmp_path / 'there'}", f"from_vllm={folder}", "layer_ids=[3,0,2,1]"))
-    cache.run(composed("cache", *words, f"out={tmp_path / 'here'}"))
-    ours, theirs = shard(tmp_path / "here")["feats"], shard(tmp_path / "there")["feats"]
+    more = ["trainer=small", f"out={tmp_path / 'x'}", "--from-vllm", folder]
+    said = helpers.refused(main_of("train cache"), *where, "store=fp32", *more)
+    assert "does not say which layers it holds: give layer_ids=[...]" in said
+    theirs = stored(where, tmp_path / "there", f"from_vllm={folder}", "layer_ids=[3,0,2,1]")["feats"]
+    ours = stored(where, tmp_path / "here")["feats"]
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4 * ours.abs().max().item())
-
-
-def cut(stand_in, ids):
-    path = stand_in.write(ids[0])
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def other_ids(stand_in, ids):
-    for text in ids:
-        stand_in.write([*text[:-2], text[-2] + 1, text[-1]])
-
-
-def fewer_states(stand_in, ids):
-    path = stand_in.write(ids[0])
-    tensors = load_file(path)
-    tensors["hidden_states"] = tensors["hidden_states"][:-1].contiguous()
-    save_file(tensors, path, {"specdec": json.dumps({"layers": LAYERS})})
-
-
-def other_precision(stand_in, ids):
-    stand_in.model.bfloat16()
-    stand_in.write(ids[0])
-
-
-def other_weights(stand_in, ids):
-    torch.nn.init.normal_(stand_in.model.lm_head.weight)
-    for text in ids:
-        stand_in.write(text)
 
 
 @pytest.mark.parametrize(
@@ -200,13 +168,22 @@ def other_weights(stand_in, ids):
             r"holds 2 states of width 48, and layers \[0, 1, 2, 3\]",
         ),
         (lambda s, ids: s.write(ids[0], says={"layers": ["0"]}), "specdec must be an object whose layers are whole"),
-        (other_weights, "vLLM's next token is not among the 4 likeliest, so in .*: these are another target's states"),
-        (cut, "cmpl-0.safetensors is damaged or cut off: "),
-        (fewer_states, "is not whole: it has states of shape"),
-        (other_ids, r"has no states of 24 of 24 conversations: of the first one's \d+ token ids the nearest file has"),
+        (
+            lambda s, ids: (torch.nn.init.normal_(s.model.lm_head.weight), *map(s.write, ids)),
+            "vLLM's next token is not among the 4 likeliest, so in .*: these are another target's states",
+        ),
+        (lambda s, ids: os.truncate(s.write(ids[0]), 2000), "cmpl-0.safetensors is damaged or cut off: "),
+        (lambda s, ids: s.write(ids[0], end=-1), "is not whole: it has states of shape"),
+        (
+            lambda s, ids: [s.write([*text[:-2], text[-2] + 1, text[-1]]) for text in ids],
+            r"has no states of 24 of 24 conversations: of the first one's \d+ token ids the nearest file has",
+        ),
         (lambda s, ids: [s.write(text) for text in ids[1:]], "has no states of 1 of 24 conversations"),
         (lambda s, ids: s.folder.rmdir(), "states is no folder"),
-        (other_precision, "holds bfloat16, and the target is read in float32: set target.dtype"),
+        (
+            lambda s, ids: (s.model.bfloat16(), s.write(ids[0])),
+            "holds bfloat16, and the target is read in float32: set target.dtype",
+        ),
     ],
 )
 def test_wrong_files_are_reported(where, target_path, ids, folder, tmp_path, capsys, wrong, message):
@@ -262,13 +239,11 @@ def connector(monkeypatch, tmp_path):
             saves, self._pending_saves = [*self._pending_saves.values()], {}
             return SimpleNamespace(pending_saves=saves)
 
-    parts = ["vllm", "distributed", "kv_transfer", "kv_connector", "v1"]
-    for end in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:end]), ModuleType(parts[end - 1]))
-    example = SimpleNamespace(
+    for name in itertools.accumulate(["vllm", "distributed", "kv_transfer", "kv_connector", "v1"], "{}.{}".format):
+        monkeypatch.setitem(sys.modules, name, package := ModuleType(name))
+    package.example_hidden_states_connector = SimpleNamespace(
         PendingSave=PendingSave, ExampleHiddenStatesConnector=Example, logger=logging.get_logger("vllm")
     )
-    monkeypatch.setattr(sys.modules[".".join(parts)], "example_hidden_states_connector", example, raising=False)
     monkeypatch.delitem(sys.modules, "specdec.training.vllm_side.hidden_state_files", raising=False)
     module = import_module("specdec.training.vllm_side.hidden_state_files")
     draft = SimpleNamespace(hf_config=SimpleNamespace(eagle_aux_hidden_state_layer_ids=[3, 0, 2]))

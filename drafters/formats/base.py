@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.contracts import Drafter
-from specdec.drafters.formats.parts import Place, describe_rope, fill, read_ids, rows_of, shape_faults
+from specdec.drafters.formats.parts import Place, describe_rope, fill, rows_of, shape_faults
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes
 from specdec.model.language_model import LanguageModel
@@ -147,7 +147,7 @@ class Family:
 
     def vocab(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> DraftVocab:
         """The tokens that the drafter proposes."""
-        return DraftVocab(target.vocab, read_ids(tensors))
+        return DraftVocab(target.vocab, tensors.get("draft_ids"))
 
     def embedding(self, meaning: Any, tensors: Tensors, target: Any) -> Tensor:
         """Return the embedding [V,H] that the drafter uses: the file's if that is its own, else the target's."""
@@ -241,10 +241,6 @@ class Family:
     def streams(self, meaning: Any, tensors: Tensors) -> int:
         """How many hidden states the drafter reads at once; 0 if none can be chosen."""
         return self.reads
-
-    def retap(self, meaning: Any, taps: tuple[int, ...]) -> Any:
-        """The meaning with other taps, as many as that."""
-        return dataclasses.replace(meaning, taps=taps)
 
 
 class Unset(TorchFunctionMode):

@@ -71,10 +71,6 @@ class PardFamily(Family):
     def taps(self, meaning: PardMeaning, layers: int) -> tuple[int, ...]:
         return tuple(layers + 1 + layer for layer in meaning.layers)
 
-    @override
-    def vocab(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
-        return DraftVocab(target.vocab)
-
     def check_sizes(self, meaning: PardMeaning, target, name: str) -> None:
         """Nothing: a draft model has a width of its own, and `check` reads its config."""
 

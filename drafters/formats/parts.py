@@ -5,7 +5,6 @@ Fused parameters of ours hold the rows of several tensors.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specdec.drafters.layers import DraftShape
@@ -87,15 +86,9 @@ def held(parameters: dict[str, Place], vocab: DraftVocab) -> dict[str, Tensor]:
     return rows_of(parameters) | ({} if vocab.ids is None else {"draft_ids": vocab.ids})
 
 
-def read_ids(tensors: dict[str, Tensor], key: str = "draft_ids") -> Tensor | None:
-    """The tokens [U] that a head proposes; None for all."""
-    ids = tensors.get(key)
-    return None if ids is None else ids.to(torch.int64)
-
-
 def describe_ids(tensors: dict[str, Tensor], vocab: int) -> str:
     """Which tokens a head of `draft_ids` proposes, in words."""
-    ids = read_ids(tensors)
+    ids = tensors.get("draft_ids")
     return f"all {vocab} target tokens" if ids is None else f"{len(ids)} of {vocab} tokens"
 
 

@@ -42,8 +42,8 @@ class MedusaFamily(Family):
         return Medusa(meaning.shape, taps[0], vocab, head)
 
     @override
-    def parameters(self, drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
-        out: dict[str, tuple[Tensor, int, int]] = {}
+    def parameters(self, drafter: Medusa) -> Tensors:
+        out: Tensors = {}
         for i, blocks in enumerate(drafter.blocks):
             for j, block in enumerate(blocks):
                 out |= whole(block.linear, f"{i}.{j}.linear")

@@ -53,7 +53,7 @@ class RecipeFamily(Family):
         except (TypeError, RuntimeError) as error:
             why = str(error).splitlines()[0]
             raise ValueError(f"{name}: config.json: recipe does not fit {named}: {why}") from None
-        fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, named, self.optional)
+        fill(dict(drafter.named_parameters()), tensors, name, named, self.optional)
         drafter.recipe = config["recipe"]
         return drafter
 

@@ -79,8 +79,7 @@ def against_engine(
         if _without_end(answer.tokens, target.eos) == _without_end(prover.plain[number], target.eos):
             continue
         if not answer.tokens:
-            first = str(prover.plain[number][0])
-            proof.mismatches.append(Mismatch(number, 0, first, "the end", float("inf"), 0.0, False))
+            proof.mismatches.append(Mismatch(number, 0, str(prover.plain[number][0]), "the end"))
             continue
         found = prover.first_mismatch(number, answer.tokens)
         proof.mismatches.append(replace(found, plain=str(found.plain), speculative=str(found.speculative)))
@@ -108,9 +107,9 @@ def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, re
     if position is None:  # one text ends where the other continues
         position = min(len(mine), len(plains))
         first, second = ([*map(str, text), "the end"][position] for text in (plains, mine))
-        return Mismatch(number, position, first, second, float("inf"), 0.0, False)
+        return Mismatch(number, position, first, second)
     names = [(one.logprobs.tokens or _tokens(one))[position] for one in (reference, answer)]
-    found = Mismatch(number, position, str(names[0]), str(names[1]), float("inf"), 0.0, False)
+    found = Mismatch(number, position, str(names[0]), str(names[1]))
     expected = reference.logprobs.top_logprobs
     if reference.tokens is None or not expected:
         return found

@@ -15,11 +15,11 @@ class DraftVocab(nn.Module):
         """Take distinct target ids [U] in draft order; None: all `target_size` tokens."""
         super().__init__()
         if ids is not None:
+            ids = ids.long()
             if ids.ndim != 1 or len(ids) == 0 or ids.min() < 0 or ids.max() >= target_size:
                 raise ValueError(f"a draft vocabulary must hold token ids from 0 to {target_size - 1}")
             if len(ids.unique()) != len(ids):
                 raise ValueError("a draft vocabulary must not name a token twice")
-            ids = ids.long()
         self.target_size = target_size
         self.size = target_size if ids is None else len(ids)
         self.register_buffer("ids", ids, persistent=False)

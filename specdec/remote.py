@@ -13,11 +13,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import islice
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from specdec.cli.reading import read_model
 from specdec.structs import Sampling
@@ -25,22 +25,6 @@ from specdec.structs import Sampling
 RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 PAUSE = 0.5  # seconds before the first retry; each further one waits twice as long
 LONGEST_PAUSE = 30.0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer of a server.
-
-    tokens: None from a server that does not return ids. top: by position, the log-probabilities of the most likely
-    tokens, named as the server names them; None if they were not requested or not returned.
-    """
-
-    text: str
-    tokens: list[int] | None
-    finish: str
-    logprobs: list[float] | None = None
-    names: list[str] | None = None  # of the tokens, as in `top`
-    top: list[dict[str, float]] | None = None
 
 
 class _Answer(BaseModel):
@@ -57,22 +41,30 @@ class _Models(_Answer):
     data: list[_Model] = []
 
 
-class _Logprobs(_Answer):
-    tokens: list[str] | None = None
-    token_logprobs: list[float] | None = None
-    top_logprobs: list[dict[str, float]] | None = None
+class Logprobs(_Answer):
+    """Log-probabilities by position; None for those that were not requested or not returned."""
+
+    tokens: list[str] | None = None  # the server's names of the emitted tokens
+    token_logprobs: list[float] | None = None  # of the emitted tokens
+    top_logprobs: list[dict[str, float]] | None = None  # of the most likely tokens, by name
 
 
-class _Choice(_Answer):
+class Completion(_Answer):
+    """A server's answer to a prompt."""
+
     text: str
-    token_ids: list[Annotated[int, Field(ge=0)]] | None = None
-    finish_reason: str | None = None
-    logprobs: _Logprobs | None = None
+    tokens: list[Annotated[int, Field(ge=0)]] | None = Field(None, alias="token_ids")  # None where none are returned
+    finish: str | None = Field(None, alias="finish_reason")
+    logprobs: Logprobs = Logprobs()
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _none_returned(cls, value: Any) -> Any:
+        return Logprobs() if value is None else value
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
-        reported = self.logprobs or _Logprobs()
-        lists = {"token_ids": self.token_ids, **{f"logprobs.{name}": value for name, value in reported}}
+        lists = {"token_ids": self.tokens, **{f"logprobs.{name}": value for name, value in self.logprobs}}
         lengths = {name: len(value) for name, value in lists.items() if value is not None}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"has lists of different lengths: {lengths}")
@@ -80,7 +72,7 @@ class _Choice(_Answer):
 
 
 class _Completions(_Answer):
-    choices: list[_Choice] = Field(min_length=1)
+    choices: list[Completion] = Field(min_length=1)
 
 
 class Remote:
@@ -139,16 +131,7 @@ class Remote:
         return self._read(self._ask("/v1/completions", body))
 
     def _read(self, answer: dict) -> Completion:
-        choice = read_model(_Completions, answer, f"the answer of {self.root}/v1/completions").choices[0]
-        reported = choice.logprobs or _Logprobs()
-        return Completion(
-            text=choice.text,
-            tokens=choice.token_ids,
-            finish=choice.finish_reason or "",
-            logprobs=reported.token_logprobs,
-            names=reported.tokens,
-            top=reported.top_logprobs,
-        )
+        return read_model(_Completions, answer, f"the answer of {self.root}/v1/completions").choices[0]
 
     def check_ids(self, answer: Completion, vocab: int) -> None:
         """Raise ValueError if the answer holds a token id that a vocabulary of this size does not have."""

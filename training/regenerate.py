@@ -206,7 +206,7 @@ def regenerate(
         else:
             one = server.complete(ids[0], max_new_tokens, sampling, seed_of(seed, numbers[0]))
             server.check_ids(one, target.vocab)
-            said = [(one.text, one.tokens, one.finish)]
+            said = [(one.text, one.tokens, one.finish or "")]
         decode = partial(target.tokenizer.decode, skip_special_tokens=True)
         return [Answer(text if tokens is None else decode(tokens), tokens, why) for text, tokens, why in said]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from specdec.contracts import Drafter
-from specdec.drafters.formats.parts import Place, describe_rope, fill, read_ids, rows_of, shape_faults
+from specdec.drafters.formats.parts import describe_rope, fill, shape_faults
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes
 from specdec.model.language_model import LanguageModel
@@ -137,8 +137,8 @@ class Family:
         """The drafter without its weights, on the device that torch is set to. embedding, head [V,H]: the target's."""
         raise NotImplementedError
 
-    def parameters(self, drafter: Any) -> dict[str, Place]:
-        """Published tensor names -> their rows in our modules."""
+    def parameters(self, drafter: Any) -> Tensors:
+        """Published tensor names -> our parameters, or rows of them as views."""
         raise NotImplementedError
 
     def taps(self, meaning: Any, layers: int) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class Family:
 
     def vocab(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> DraftVocab:
         """The tokens that the drafter proposes."""
-        return DraftVocab(target.vocab, read_ids(tensors))
+        return DraftVocab(target.vocab, tensors.get("draft_ids"))
 
     def embedding(self, meaning: Any, tensors: Tensors, target: Any) -> Tensor:
         """Return the embedding [V,H] that the drafter uses: the file's if that is its own, else the target's."""
@@ -191,7 +191,7 @@ class Family:
             ends, vocab = torch.empty(meaning.vocab or 1, meaning.shape.hidden), DraftVocab(meaning.vocab or 1)
             vocab.size = self.proposed(meaning, tensors)
             drafter = self.make(meaning, (0,) * self.built_for(meaning, tensors), vocab, ends, ends)
-        shapes = {name: rows.shape for name, rows in rows_of(self.parameters(drafter)).items()}
+        shapes = {name: rows.shape for name, rows in self.parameters(drafter).items()}
         return shapes | {name: tensors[name].shape for name in ("draft_ids",) if name in tensors}
 
     def faults(self, meaning: Any, tensors: Tensors) -> list[str]:
@@ -241,10 +241,6 @@ class Family:
     def streams(self, meaning: Any, tensors: Tensors) -> int:
         """How many hidden states the drafter reads at once; 0 if none can be chosen."""
         return self.reads
-
-    def retap(self, meaning: Any, taps: tuple[int, ...]) -> Any:
-        """The meaning with other taps, as many as that."""
-        return dataclasses.replace(meaning, taps=taps)
 
 
 class Unset(TorchFunctionMode):

@@ -19,8 +19,10 @@ from specdec.drafters.formats.base import Reading, Tensors
 from specdec.drafters.formats.evidence import Answer, Followed, Taps, batches, follow, search_taps
 from specdec.engine.engine import Engine
 from specdec.engine.traces import tau_interval
+from specdec.model.names import DEMO
 from specdec.text import encode_prompt
 
+PROMPTS = DEMO / "prompts.txt"  # what `specdec checkpoint check` asks the target, unless it is given other prompts
 LEVEL = 0.01  # of significance of the test that another reading is better, divided by the number of those tried
 ROUNDS = 3  # so many things may be declared wrongly
 HARDLY = 1.1  # a tau below which nothing worth the name is accepted
@@ -171,7 +173,7 @@ class _Trial:
         for other in others:
             judge(other, start, self.tried)
         for taps in [taps for taps in finalists if taps not in known][:NAMED]:
-            retapped = self.family.retap(meaning, taps)
+            retapped = dataclasses.replace(meaning, taps=taps)
             others.append(self.try_reading(Reading(f"taps {list(taps)}", retapped, tensors)))
             judge(others[-1], start, self.searched)
         unjudged = dataclasses.replace(start, gain=None, margin=None, verdict="")
@@ -183,7 +185,7 @@ class _Trial:
         if not 0 < count <= layers:
             return [], 0
         try:
-            drafter = self.construct(Reading("", self.family.retap(meaning, tuple(range(count))), tensors))
+            drafter = self.construct(Reading("", dataclasses.replace(meaning, taps=tuple(range(count))), tensors))
         except ValueError:
             return [], 0
 

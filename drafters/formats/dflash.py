@@ -21,7 +21,7 @@ from specdec.drafters.conditional import HEADS, Confidence, head_of
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors
 from specdec.drafters.formats.maps import describe_vocab, map_fault, read_vocab
-from specdec.drafters.formats.parts import Place, describe_shape, layer_parameters, read_shape, rows_of, shape_faults
+from specdec.drafters.formats.parts import describe_shape, layer_parameters, read_shape, shape_faults
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -145,20 +145,19 @@ class BlockFamily(Family):
     optional = ("d2t", "t2d", "embed_tokens.weight")
 
     @override
-    def parameters(self, drafter: BlockDrafter) -> dict[str, Place]:
+    def parameters(self, drafter: BlockDrafter) -> Tensors:
         out = whole(drafter.hidden_norm, "hidden_norm") | whole(drafter.norm, "norm") | whole(drafter.fc, "fc")
         for i, layer in enumerate(drafter.layers):
             out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
             for convolution, name in zip(layer.convolutions or (), CONVOLUTIONS, strict=False):
-                out[f"layers.{i}.{name}.base_kernel"] = convolution.shares, 0, len(convolution.shares)
+                out[f"layers.{i}.{name}.base_kernel"] = convolution.shares
                 out |= whole(convolution.groups, f"layers.{i}.{name}.kernel_projection")
         if (head := drafter.conditional) is not None:
             kind = next(name for name, one in HEADS.items() if type(head) is one)
             for part, name in PARTS[kind].items():
                 out |= whole(getattr(head, part), name)
             for part, name in BARE.get(kind, {}).items():
-                weight = getattr(head, part).weight
-                out[name] = weight, 0, len(weight)
+                out[name] = getattr(head, part).weight
         if drafter.confidence is not None:
             out |= whole(drafter.confidence.proj, "confidence_head.proj")
         return out | whole(drafter.head, "lm_head")
@@ -207,7 +206,7 @@ class BlockFamily(Family):
             confidence=sure.rank if sure else None,
             own_head=isinstance(drafter.head, nn.Linear),  # else rows of the target's
         )
-        tensors = rows_of(self.parameters(drafter))
+        tensors = self.parameters(drafter)
         if vocab.ids is not None:
             tensors |= {"d2t": vocab.ids - torch.arange(vocab.size, device=vocab.ids.device)}
         return meaning, tensors

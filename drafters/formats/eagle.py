@@ -21,7 +21,6 @@ from typing_extensions import override
 from specdec.drafters.eagle import Eagle
 from specdec.drafters.formats.base import EMBEDDING, Family, Layout, Meaning, Reading, TargetFacts, Tensors, write_only
 from specdec.drafters.formats.parts import (
-    Place,
     describe_ids,
     describe_shape,
     dtype_name,
@@ -70,7 +69,7 @@ class EagleFamily(Family):
         return drafter
 
     @override
-    def parameters(self, drafter: Eagle) -> dict[str, Place]:
+    def parameters(self, drafter: Eagle) -> Tensors:
         return whole(drafter.fc, "fc") | layer_parameters(drafter, "layers.0")
 
     @override

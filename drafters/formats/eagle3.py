@@ -19,7 +19,7 @@ from specdec.contracts import Drafter
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
 from specdec.drafters.formats.base import EMBEDDING, Family, Meaning, Reading, Tensors, check_target
 from specdec.drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
-from specdec.drafters.formats.parts import Place, describe_shape, layer_parameters, rows_of, shape_faults
+from specdec.drafters.formats.parts import describe_shape, layer_parameters, shape_faults
 from specdec.drafters.layers import DraftShape, SharedHead
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -83,7 +83,7 @@ class Eagle3Family(Family):
     optional: tuple[str, ...] = ("d2t", "t2d", EMBEDDING)
 
     @override
-    def parameters(self, drafter: Any) -> dict[str, Place]:
+    def parameters(self, drafter: Any) -> Tensors:
         out = (
             whole(drafter.fc, "fc")
             | whole(drafter.norm, "norm")
@@ -151,7 +151,7 @@ class Eagle3Family(Family):
         ids = torch.arange(vocab.size) if vocab.ids is None else vocab.ids.cpu()
         if not torch.equal(ids, ids.sort().values):
             raise ValueError("the EAGLE-3 layout needs a draft vocabulary in ascending order of ids")
-        tensors = rows_of(self.parameters(drafter)) | {"fc.weight": drafter.scaled_fc()}
+        tensors = self.parameters(drafter) | {"fc.weight": drafter.scaled_fc()}
         own_head = isinstance(drafter.head, nn.Linear)  # else rows of the target's
         if own_head or vocab.ids is not None:
             tensors |= {"d2t": ids - torch.arange(vocab.size), "t2d": vocab.contains()}

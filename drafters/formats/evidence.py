@@ -5,7 +5,7 @@ chain. The log-probability that a drafter gives to the answers' tokens is more s
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import comb
 
@@ -21,41 +21,6 @@ Taps = tuple[int, ...]
 Score = Callable[[Taps, int], float]  # taps, stage -> how well the drafter follows the answers of this stage
 MANY = 300  # so many taps may be tried on the least text
 BEST = (4, 16, 4)  # how many of the best: whose neighbours are tried, that enter the second stage, and the third
-# What `specdec checkpoint check` asks the target, unless it is given other prompts.
-PROMPTS = [
-    "What are some good ways to learn a new language?",
-    "Tom has 5 apples and buys 7 more. How many apples does he have now?",
-    "Explain why the sky is blue, in simple words that a child can understand.",
-    "Write a Python function that adds two numbers.",
-    "Give me three tips for staying healthy.",
-    "Write a short story about a dragon who is afraid of fire.",
-    "What is the capital of France, and what is it known for?",
-    "Describe the life cycle of a butterfly.",
-    "Write an email that asks a colleague for a meeting next week.",
-    "How do I bake a simple loaf of bread?",
-    "Compare dogs and cats as pets.",
-    "Who wrote Romeo and Juliet, and what happens in it?",
-    "List five uses of a paper clip.",
-    "What should I pack for a week in the mountains?",
-    "A train travels 60 miles in 1.5 hours. What is its average speed?",
-    "Write a poem about the sea in winter.",
-    "How does a bicycle stay upright?",
-    "What is the difference between a virus and a bacterium?",
-    "Write a SQL query that counts the customers of each country.",
-    "Suggest a name for a small bakery, and say why it fits.",
-    "Why do we dream?",
-    "Plan a day in Rome for a family with two children.",
-    "Explain what a neural network is to a school class.",
-    "Write a dialogue between a teacher and a student who is late.",
-    "What are the advantages and disadvantages of working from home?",
-    "How can I save money on my electricity bill?",
-    "Describe your favourite season without naming it.",
-    "What causes earthquakes?",
-    "Write the opening paragraph of a detective novel.",
-    "How do I change a flat tyre?",
-    "Explain how vaccines work.",
-    "Give me a recipe for a vegetable soup.",
-]
 
 
 @dataclass
@@ -81,16 +46,6 @@ class Batch:
     columns: Tensor  # [n]
     left: Tensor  # [n] how many tokens are left to draft
     counts: list[int]  # of each answer: how many of the n are its
-
-    def truth(self, j: int) -> Tensor:
-        """[n] the token that step j should draft; any, where nothing is left."""
-        return self.following[self.rows, (self.columns + 1 + j).clamp(max=self.following.shape[1] - 1)]
-
-    def needed(self) -> Tensor:
-        """[B,T] True at the n positions."""
-        out = torch.zeros(self.following.shape, dtype=torch.bool, device=self.following.device)
-        out[self.rows, self.columns] = True
-        return out
 
 
 @dataclass
@@ -148,24 +103,15 @@ def follow(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) ->
 
     The training unroll feeds the true tokens. As far as a chain is accepted, they are the chain's.
     """
-    alive = torch.ones_like(batch.rows, dtype=torch.bool)
-    lengths, logp = torch.zeros_like(batch.rows), []
-    for j, (hits, chosen) in enumerate(_steps(drafter, batch, taps, steps)):
-        alive = alive & hits & (batch.left > j)
-        lengths += alive
-        logp.append(chosen.masked_fill(batch.left <= j, 0))
-    return Followed(list(lengths.cpu().split(batch.counts)), torch.stack(logp, dim=1).cpu())
-
-
-def _steps(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for each step whether the best draft is the true token [n], and the true token's log-probability [n].
-
-    The log-probability is 0 for a token outside the draft vocabulary.
-    """
     drafter.first_tokens = batch.first
     feats = torch.cat([batch.states[tap] for tap in taps], dim=-1) if taps else None
-    for j, state in enumerate(drafter.unroll(feats, batch.following, steps, batch.needed())):
-        true = drafter.vocab.from_target(batch.truth(j))
+    needed = torch.zeros_like(batch.following, dtype=torch.bool)
+    needed[batch.rows, batch.columns] = True
+    alive = torch.ones_like(batch.rows, dtype=torch.bool)
+    lengths, logp = torch.zeros_like(batch.rows), []
+    for j, state in enumerate(drafter.unroll(feats, batch.following, steps, needed)):
+        columns = (batch.columns + 1 + j).clamp(max=batch.following.shape[1] - 1)  # any token, where nothing is left
+        true = drafter.vocab.from_target(batch.following[batch.rows, columns])
         readout = state.readout[batch.rows, batch.columns]
         hits, chosen = [], []
         for part, ids in zip(readout.split(PIECE), true.split(PIECE), strict=True):
@@ -173,7 +119,10 @@ def _steps(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) ->
             hits.append(largest(logits)[1] == ids)
             logq = logits.log_softmax(-1).gather(1, ids.clamp(min=0)[:, None]).squeeze(1)
             chosen.append(logq.masked_fill(ids < 0, 0))
-        yield torch.cat(hits), torch.cat(chosen)
+        alive = alive & torch.cat(hits) & (batch.left > j)
+        lengths += alive
+        logp.append(torch.cat(chosen).masked_fill(batch.left <= j, 0))
+    return Followed(list(lengths.cpu().split(batch.counts)), torch.stack(logp, dim=1).cpu())
 
 
 # The hidden states that a drafter reads, when nothing says which they are. All of the target's are known from one pass,

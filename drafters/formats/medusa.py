@@ -11,7 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors, ids_faults
-from specdec.drafters.formats.parts import dtype_name, held, read_ids
+from specdec.drafters.formats.parts import dtype_name, held
 from specdec.drafters.medusa import Medusa, MedusaShape
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -42,8 +42,8 @@ class MedusaFamily(Family):
         return Medusa(meaning.shape, taps[0], vocab, head)
 
     @override
-    def parameters(self, drafter: Medusa) -> dict[str, tuple[Tensor, int, int]]:
-        out: dict[str, tuple[Tensor, int, int]] = {}
+    def parameters(self, drafter: Medusa) -> Tensors:
+        out: Tensors = {}
         for i, blocks in enumerate(drafter.blocks):
             for j, block in enumerate(blocks):
                 out |= whole(block.linear, f"{i}.{j}.linear")
@@ -66,7 +66,7 @@ class MedusaFamily(Family):
 
     @override
     def describe(self, meaning: MedusaMeaning, tensors: Tensors) -> dict[str, str]:
-        shape, ids = meaning.shape, read_ids(tensors)
+        shape, ids = meaning.shape, tensors.get("draft_ids")
         tokens = f"all {meaning.vocab or 'of the'} target tokens" if ids is None else f"{len(ids)} target tokens"
         return {
             "heads": f"{shape.heads} of {shape.blocks} residual blocks, hidden {shape.hidden}",
@@ -78,7 +78,7 @@ class MedusaFamily(Family):
 
     def readings(self, meaning: MedusaMeaning, tensors: Tensors, target) -> list[Reading]:
         """Readings with the rows of the heads in another order."""
-        ids = read_ids(tensors)
+        ids = tensors.get("draft_ids")
         if ids is None or not meaning.shape.own_heads or torch.equal(ids, ids.sort().values):
             return []
         words = "the tokens of draft_ids in ascending order"

@@ -12,7 +12,6 @@ from typing_extensions import override
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.parts import (
-    Place,
     describe_ids,
     describe_shape,
     dtype_name,
@@ -48,7 +47,7 @@ class MtpMeaning(Meaning):
     taps: tuple[int, ...] | None = None  # None: the last hidden state
 
 
-def head_parameters(block: MtpLayer, prefix: str, layer: str, names: dict[str, str]) -> dict[str, Place]:
+def head_parameters(block: MtpLayer, prefix: str, layer: str, names: dict[str, str]) -> Tensors:
     """Map the tensors of one head to modules. layer: the prefix of its decoder layer; names: as `NAMES`."""
     out = whole(block.input_norm, f"{layer}.input_layernorm") | layer_parameters(block, layer)
     for ours, theirs in names.items():
@@ -71,8 +70,8 @@ class MtpFamily(Family):
         return Mtp(meaning.shape, taps[0], vocab, embedding, head, heads=meaning.heads, forward=meaning.forward)
 
     @override
-    def parameters(self, drafter: Mtp) -> dict[str, Place]:
-        out: dict[str, Place] = {}
+    def parameters(self, drafter: Mtp) -> Tensors:
+        out: Tensors = {}
         for i, block in enumerate(drafter.blocks):
             out |= head_parameters(block, f"{PREFIX}.{i}", f"{PREFIX}.{i}", NAMES)
         return out

@@ -24,7 +24,7 @@ from specdec.drafters.formats.base import (
     check_target,
 )
 from specdec.drafters.formats.mtp import NAMES, WORDS, head_parameters
-from specdec.drafters.formats.parts import Place, describe_shape, fill, read_shape, rows_of, shape_faults
+from specdec.drafters.formats.parts import describe_shape, fill, read_shape, shape_faults
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.mtp import Experts, MoE, Mtp, MtpForward
 from specdec.drafters.vocab import DraftVocab
@@ -140,8 +140,8 @@ def _experts(config: dict, tensors: Tensors, layer: str) -> Experts | None:
     )
 
 
-def _parameters(drafter: Mtp, kind: str, tensors: Tensors, name: str) -> dict[str, Place]:
-    """Published tensor names -> their rows in the only head."""
+def _parameters(drafter: Mtp, kind: str, tensors: Tensors, name: str) -> Tensors:
+    """Published tensor names -> the parameters of the only head."""
     return head_parameters(drafter.blocks[0], *_prefixes(tensors, kind, name), PARTS[kind])
 
 
@@ -176,7 +176,7 @@ class InsideFamily(Family):
             drafter = _empty(meaning, tensors, meaning.config.get("model_type", "the target"), 0, nothing, nothing)
         parameters = _parameters(drafter, meaning.kind, tensors, "")
         copies = {key: tensor.shape for key, tensor in tensors.items() if key.endswith(COPIES)}
-        return {key: rows.shape for key, rows in rows_of(parameters).items()} | copies
+        return {key: rows.shape for key, rows in parameters.items()} | copies
 
     @override
     def faults(self, meaning: InsideMeaning, tensors: Tensors) -> list[str]:

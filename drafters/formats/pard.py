@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors
-from specdec.drafters.formats.parts import BLOCK, Place, block_doubts, describe_rope, dtype_name, rows_of
+from specdec.drafters.formats.parts import BLOCK, block_doubts, describe_rope, dtype_name
 from specdec.drafters.pard import Pard, PardForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import NotNative, read_config
@@ -52,10 +52,10 @@ class PardFamily(Family):
     reads = 0
 
     @override
-    def parameters(self, drafter: Pard) -> dict[str, Place]:
+    def parameters(self, drafter: Pard) -> Tensors:
         out = target_parameters(drafter.model)
         if drafter.target_proj is not None:
-            out[PROJECTION] = (drafter.target_proj.weight, 0, len(drafter.target_proj.weight))
+            out[PROJECTION] = drafter.target_proj.weight
         return out
 
     @override
@@ -70,10 +70,6 @@ class PardFamily(Family):
     @override
     def taps(self, meaning: PardMeaning, layers: int) -> tuple[int, ...]:
         return tuple(layers + 1 + layer for layer in meaning.layers)
-
-    @override
-    def vocab(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> DraftVocab:
-        return DraftVocab(target.vocab)
 
     def check_sizes(self, meaning: PardMeaning, target, name: str) -> None:
         """Nothing: a draft model has a width of its own, and `check` reads its config."""
@@ -96,7 +92,7 @@ class PardFamily(Family):
         with torch.device("meta"):
             vocab, nothing = DraftVocab(read_config(meaning.config, "the drafter").vocab), torch.empty(0)
             drafter = self.make(meaning, (0,) * len(meaning.layers), vocab, nothing, nothing)
-        return {key: rows.shape for key, rows in rows_of(self.parameters(drafter)).items()}
+        return {key: rows.shape for key, rows in self.parameters(drafter).items()}
 
     @override
     def faults(self, meaning: PardMeaning, tensors: Tensors) -> list[str]:
@@ -120,7 +116,7 @@ class PardFamily(Family):
         how, layers = drafter.switches, tuple(tap - target.config.layers - 1 for tap in drafter.taps)
         dim = len(drafter.taps) * (drafter.tap_width or 0)
         meaning = PardMeaning(drafter.config, how.mask_token, drafter.block, layers, how.scale, dim)
-        return meaning, rows_of(self.parameters(drafter))
+        return meaning, self.parameters(drafter)
 
     @override
     def describe(self, meaning: PardMeaning, tensors: Tensors) -> dict[str, str]:

@@ -5,7 +5,6 @@ Fused parameters of ours hold the rows of several tensors.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specdec.drafters.layers import DraftShape
@@ -17,11 +16,10 @@ from specdec.model.config_fields import DIAGNOSED, check_config, head_shape
 from specdec.model.layers import GatedMLP
 from specdec.model.rope import Rope
 
-Place = tuple[Tensor, int, int]  # a parameter, its first row, and how many
 BLOCK = 8  # how many tokens PARD's authors train, and the default of speculators
 
 
-def layer_parameters(layer: Any, prefix: str) -> dict[str, Place]:
+def layer_parameters(layer: Any, prefix: str) -> dict[str, Tensor]:
     """The tensors of a draft layer (`attention`, `post_norm`, `mlp`) by their Hugging Face names."""
     attention = layer.attention
     q = attention.heads * attention.head_dim * (2 if attention.gate else 1)
@@ -38,7 +36,7 @@ def layer_parameters(layer: Any, prefix: str) -> dict[str, Place]:
     return out
 
 
-def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, Place]:
+def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, Tensor]:
     """The tensors of a gated MLP."""
     width = mlp.down.in_features
     return fused(mlp.gate_up, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width] * 2) | whole(
@@ -46,16 +44,15 @@ def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, Place]:
     )
 
 
-def moe_parameters(moe: MoE, prefix: str) -> dict[str, Place]:
+def moe_parameters(moe: MoE, prefix: str) -> dict[str, Tensor]:
     """The tensors of a mixture of experts. Published checkpoints store every expert by itself."""
-    how, hidden = moe.experts, moe.down.shape[1]
     out = whole(moe.router, f"{prefix}.gate")
     if moe.router_bias is not None:
-        out[f"{prefix}.gate.e_score_correction_bias"] = (moe.router_bias, 0, how.count)
-    for i in range(how.count):
-        out[f"{prefix}.experts.{i}.gate_proj.weight"] = (moe.gate_up[i], 0, how.width)
-        out[f"{prefix}.experts.{i}.up_proj.weight"] = (moe.gate_up[i], how.width, how.width)
-        out[f"{prefix}.experts.{i}.down_proj.weight"] = (moe.down[i], 0, hidden)
+        out[f"{prefix}.gate.e_score_correction_bias"] = moe.router_bias
+    for i in range(moe.experts.count):
+        gate, up = moe.gate_up[i].chunk(2)
+        parts = {"gate": gate, "up": up, "down": moe.down[i]}
+        out |= {f"{prefix}.experts.{i}.{name}_proj.weight": part for name, part in parts.items()}
     if moe.shared is not None:
         out |= mlp_parameters(moe.shared, f"{prefix}.shared_expert" + ("" if moe.shared_gate is not None else "s"))
     if moe.shared_gate is not None:
@@ -64,7 +61,7 @@ def moe_parameters(moe: MoE, prefix: str) -> dict[str, Place]:
 
 
 def fill(
-    parameters: dict[str, Place], tensors: dict[str, Tensor], name: str, layout: str, optional: tuple[str, ...] = ()
+    parameters: dict[str, Tensor], tensors: dict[str, Tensor], name: str, layout: str, optional: tuple[str, ...] = ()
 ) -> None:
     """Copy every tensor to its place, and each place once. The caller reads those named in `optional` itself.
 
@@ -77,25 +74,14 @@ def fill(
     strict.finish()
 
 
-def rows_of(parameters: dict[str, Place]) -> dict[str, Tensor]:
-    """The tensors to write, by name: the reverse of `fill`."""
-    return {name: tensor[start : start + rows] for name, (tensor, start, rows) in parameters.items()}
-
-
-def held(parameters: dict[str, Place], vocab: DraftVocab) -> dict[str, Tensor]:
+def held(parameters: dict[str, Tensor], vocab: DraftVocab) -> dict[str, Tensor]:
     """The tensors of a head, and `draft_ids`, the tokens that it proposes, unless it proposes all."""
-    return rows_of(parameters) | ({} if vocab.ids is None else {"draft_ids": vocab.ids})
-
-
-def read_ids(tensors: dict[str, Tensor], key: str = "draft_ids") -> Tensor | None:
-    """The tokens [U] that a head proposes; None for all."""
-    ids = tensors.get(key)
-    return None if ids is None else ids.to(torch.int64)
+    return parameters | ({} if vocab.ids is None else {"draft_ids": vocab.ids})
 
 
 def describe_ids(tensors: dict[str, Tensor], vocab: int) -> str:
     """Which tokens a head of `draft_ids` proposes, in words."""
-    ids = read_ids(tensors)
+    ids = tensors.get("draft_ids")
     return f"all {vocab} target tokens" if ids is None else f"{len(ids)} of {vocab} tokens"
 
 

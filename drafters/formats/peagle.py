@@ -21,7 +21,7 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats import eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
-from specdec.drafters.formats.parts import BLOCK, Place, block_doubts, layer_parameters, renamed
+from specdec.drafters.formats.parts import BLOCK, block_doubts, layer_parameters, renamed
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.peagle import PEagle
 from specdec.drafters.vocab import DraftVocab
@@ -58,11 +58,11 @@ class PEagleFamily(Eagle3Family):
     optional = ("d2t", "t2d")
 
     @override
-    def parameters(self, drafter: PEagle) -> dict[str, Place]:
+    def parameters(self, drafter: PEagle) -> Tensors:
         out = super().parameters(drafter)
         for i, layer in enumerate(drafter.upper, start=1):
             out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
-        return out | {name: (p, 0, len(p)) for name, p in ((EMBEDDING, drafter.embedding), (MASK, drafter.mask_hidden))}
+        return out | {EMBEDDING: drafter.embedding, MASK: drafter.mask_hidden}
 
     @override
     def make(self, meaning: Any, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):

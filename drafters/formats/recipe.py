@@ -18,7 +18,7 @@ from typing_extensions import override
 from specdec import own
 from specdec.contracts import Drafter
 from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, check_target
-from specdec.drafters.formats.parts import fill, read_ids
+from specdec.drafters.formats.parts import fill
 from specdec.drafters.vocab import DraftVocab
 
 CREATE = re.compile(r"specdec\.drafters\.[a-z]\w*\.create")
@@ -49,11 +49,11 @@ class RecipeFamily(Family):
         named = str(recipe.pop("_target_", ""))
         create = _creator(named, name)
         try:
-            drafter = create(target, vocab=DraftVocab(target.vocab, read_ids(tensors, IDS)), **recipe)
+            drafter = create(target, vocab=DraftVocab(target.vocab, tensors.get(IDS)), **recipe)
         except (TypeError, RuntimeError) as error:
             why = str(error).splitlines()[0]
             raise ValueError(f"{name}: config.json: recipe does not fit {named}: {why}") from None
-        fill({key: (p, 0, p.shape[0]) for key, p in drafter.named_parameters()}, tensors, name, named, self.optional)
+        fill(dict(drafter.named_parameters()), tensors, name, named, self.optional)
         drafter.recipe = config["recipe"]
         return drafter
 

@@ -16,7 +16,6 @@ from specdec.api import ModelSettings
 from specdec.cli.parser import read_flags
 from specdec.drafters.formats import check, description, verdict, vllm
 from specdec.drafters.formats.convert import convert, export, start_command
-from specdec.drafters.formats.evidence import PROMPTS
 from specdec.model.names import public_name
 from specdec.model.weight_files import read_json
 from specdec.text import read_prompts
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
         report = check.check(
             read_flags(ModelSettings, args).load_target(),
             args.draft,
-            read_prompts(args.prompts) if args.prompts else PROMPTS,
+            read_prompts(args.prompts or check.PROMPTS),
             max_new_tokens=args.max_new_tokens,
             steps=args.steps,
             raw=args.raw,

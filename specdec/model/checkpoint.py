@@ -191,8 +191,8 @@ def nonfinite(name: str, tensor: Tensor) -> str:
 class StrictFill:
     """Fill parameters from named tensors, each exactly once. A fused parameter is filled in parts."""
 
-    def __init__(self, source: str, parameters: dict[str, tuple[Tensor, int, int]], finite: bool = False):
-        """Fill `parameters`, tensor name -> (our tensor, first row, number of rows), from a checkpoint called `source`.
+    def __init__(self, source: str, parameters: dict[str, Tensor], finite: bool = False):
+        """Fill `parameters`, tensor name -> our parameter or rows of it, from a checkpoint called `source`.
 
         finite: Reject NaN and Inf.
         """
@@ -207,8 +207,7 @@ class StrictFill:
             return False
         if name not in self.missing:
             raise ValueError(f"{self.source}: the tensor {name} is there twice; remove the files that do not belong")
-        tensor, start, rows = self.parameters[name]
-        slot = tensor.detach()[start : start + rows]
+        slot = self.parameters[name].detach()
         if slot.shape != value.shape:
             raise _misfit(self.source, name, value.shape, slot.shape)
         if not value.is_floating_point():  # quantised: it means nothing without scales, which are not read
@@ -226,20 +225,15 @@ class StrictFill:
             raise ValueError(f"{self.source}: the checkpoint lacks the tensor {min(self.missing)}{rest}")
 
 
-def fused(linear: nn.Linear, names: list[str], rows: list[int]) -> dict[str, tuple[Tensor, int, int]]:
-    """Map tensor names of separate projections to their rows in one fused linear map."""
-    out, start = {}, 0
-    for name, count in zip(names, rows, strict=True):
-        out[f"{name}.weight"] = (linear.weight, start, count)
-        if linear.bias is not None:
-            out[f"{name}.bias"] = (linear.bias, start, count)
-        start += count
-    return out
+def fused(linear: nn.Linear, names: list[str], rows: list[int]) -> dict[str, Tensor]:
+    """Map tensor names of separate projections to their rows of one fused linear map, which are views of it."""
+    parts = {key: parameter.split(rows) for key, parameter in linear.named_parameters()}
+    return {f"{name}.{key}": part[i] for i, name in enumerate(names) for key, part in parts.items()}
 
 
-def whole(module: nn.Module, name: str) -> dict[str, tuple[Tensor, int, int]]:
-    """Map the names of a module's parameters, after the prefix `name`, to the whole parameters."""
-    return {f"{name}.{key}": (p, 0, p.shape[0]) for key, p in module.named_parameters()}
+def whole(module: nn.Module, name: str) -> dict[str, Tensor]:
+    """Map the names of a module's parameters, after the prefix `name`, to the parameters."""
+    return {f"{name}.{key}": parameter for key, parameter in module.named_parameters()}
 
 
 def choose_dtype(dtype: str, config: dict, device: torch.device) -> torch.dtype:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-def target_parameters(target: Target) -> dict[str, tuple[Tensor, int, int]]:
+def target_parameters(target: Target) -> dict[str, Tensor]:
     """Map tensor names in the Llama layout, which all native families share, to their rows in the target."""
     config = target.config
     out = whole(target.embed, "model.embed_tokens") | whole(target.norm, "model.norm")
@@ -226,8 +226,7 @@ def allocate(
     """Return a target of this class with memory for its weights, and what fills them, once the shapes are checked."""
     with torch.device("meta"):
         target = kind(config).to(dtype)
-    places = target_parameters(target)
-    check_shapes(name, headers, {key: (rows, *tensor.shape[1:]) for key, (tensor, _, rows) in places.items()})
+    check_shapes(name, headers, {key: rows.shape for key, rows in target_parameters(target).items()})
     target.to_empty(device=device)
     return target, StrictFill(name, target_parameters(target), finite=not allow_nonfinite)
 

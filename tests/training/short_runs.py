@@ -141,13 +141,18 @@ def batch(target, drafter, rows: int = 4, length: int = 12) -> dict:
     return {"feats": feats, "tokens": tokens, "teacher_logits": logits, "loss_mask": mask}
 
 
+def gradient(rows: torch.Tensor) -> torch.Tensor:
+    """Of a parameter, or of a view of its rows."""
+    parameter = rows if rows._base is None else rows._base
+    return parameter.grad.as_strided(rows.shape, rows.stride(), rows.storage_offset())
+
+
 def compare_gradients(places: dict, loss, wanted: dict) -> None:
     """Every gradient to 1e-4 of its largest entry; of matrices their products with four vectors of cosines. places: of
-    each name the parameter, its first row and their number."""
+    each name the parameter, or rows of it."""
     loss.backward()
     for key, expected in wanted.items():
-        parameter, start, count = places[key]
-        got = parameter.grad[start : start + count]
+        got = gradient(places[key])
         if got.ndim == 2:
             angles = torch.arange(1, got.shape[1] + 1)[:, None] * torch.arange(1, 5)
             got = got @ angles.float().cos()

@@ -155,7 +155,7 @@ def test_domino_on_the_authors_hidden_states(golden, monkeypatch):
     drafter = BlockDrafter(drafter.shape, 1, (1,), *ends, BlockForward(6, 318, "p+k+1"), head)
     tensors = {key.removeprefix("domino."): tensor for key, tensor in held.items() if key.startswith("domino.")}
     names = {key: place for key, place in FAMILY.parameters(drafter).items() if key in tensors}
-    for key, (parameter, _, _) in names.items():
+    for key, parameter in names.items():
         parameter.data.copy_(tensors.pop(key))
     assert not tensors
     monkeypatch.setattr(unroll_block, "slots_behind", lambda *_: held["train.hidden"])

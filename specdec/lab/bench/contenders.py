@@ -7,14 +7,14 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
 from specdec import ops
@@ -81,7 +81,7 @@ class _Marks(Observer):
         self.times.append(time.perf_counter())
         if not self.cache_bytes:
             caches = (self.engine.loop.batch.cache, getattr(self.engine.drafter, "cache", None))
-            self.cache_bytes = sum(size_of(cache.layers) for cache in caches if cache is not None)
+            self.cache_bytes = sum(x.nbytes for cache in caches if cache is not None for x in cache.layers)
 
 
 class Ours(Contender):
@@ -190,7 +190,7 @@ class Transformers(Contender):
         seconds = time.perf_counter() - start
         first, *steps = (taken for _, taken in clock.intervals())
         layers = out.past_key_values.layers
-        cache_bytes = size_of(x for layer in layers for x in (layer.keys, layer.values) if x is not None)
+        cache_bytes = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
         return TimedRun(out.sequences[0, len(prompt) :].tolist(), seconds, first, steps, cache_bytes)
 
 
@@ -264,11 +264,6 @@ def read_bytes(target, context: float, *, packed: bool = True) -> float:
     seen = sum(min(context, config.window) if slides else context for slides in sliding)
     kv_heads, head_dim = target.cache_shape
     return sum(read.values()) + 2 * seen * kv_heads * head_dim * target.dtype.itemsize
-
-
-def size_of(tensors: Iterable[Tensor]) -> int:
-    """Bytes of these tensors together."""
-    return sum(x.nbytes for x in tensors)
 
 
 def reset_peak(device: torch.device) -> int:

@@ -163,8 +163,8 @@ def tensors(target: Target, name: str) -> Iterator[tuple[str, Tensor]]:
         plain = Rope(config.rope.theta).inverse_frequencies(config.head_dim)
         yield "rope_freqs.weight", plain / config.rope.inverse_frequencies(config.head_dim)
     turned = {"q_proj": config.heads, "k_proj": config.kv_heads} if name == "llama" else {}
-    for key, (weight, start, rows) in target_parameters(target).items():
-        value = weight.detach()[start : start + rows]
+    for key, rows in target_parameters(target).items():
+        value = rows.detach()
         if config.norm_offset and "norm" in key:
             value = 1 + value.float()
         if heads := turned.get(key.split(".")[-2]):  # its rope turns neighbours (2i, 2i+1), not halves (i, i+Dh/2)

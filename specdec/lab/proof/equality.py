@@ -5,6 +5,7 @@ filters plus the row's noise (`specdec.sampling.noise`). So plain decoding says 
 """
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,9 +33,9 @@ class Mismatch:
     position: int  # in the new text
     plain: int | str  # token ids, or a server's names for them
     speculative: int | str
-    margin: float  # between the two tokens' scores, in a finer dtype; infinite if unknown
-    error: float  # the largest rounding error of the target's scores there: |score - score in the finer dtype|
-    leading: bool  # are these two the tokens of the largest scores?
+    margin: float = math.inf  # between the two tokens' scores, in a finer dtype; infinite if unknown
+    error: float = 0.0  # the largest rounding error of the target's scores there: |score - score in the finer dtype|
+    leading: bool = False  # are these two the tokens of the largest scores?
 
     @property
     def tie(self) -> bool:

@@ -118,10 +118,8 @@ def prove(
     names = [name for name in VERIFIERS if make_verifier(name).lossless]
     cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
     pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(target, drafter)]
-    proof, enumerated = (
-        Proof(),
-        () if self_test else SAMPLINGS,
-    )  # a rule with chances of its own has no law to enumerate
+    proof = Proof()
+    enumerated = () if self_test else SAMPLINGS  # a rule with chances of its own has no law to enumerate
     with tqdm(total=2 + 4 * len(pairs) + 2 * len(cases) + len(enumerated), desc="proving", leave=False) as bar:
 
         def add(results: list, found: object, **labels: str) -> None:

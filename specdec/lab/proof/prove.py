@@ -79,8 +79,7 @@ def against_engine(
         if _without_end(answer.tokens, target.eos) == _without_end(prover.plain[number], target.eos):
             continue
         if not answer.tokens:
-            first = str(prover.plain[number][0])
-            proof.mismatches.append(Mismatch(number, 0, first, "the end", float("inf"), 0.0, False))
+            proof.mismatches.append(Mismatch(number, 0, str(prover.plain[number][0]), "the end"))
             continue
         found = prover.first_mismatch(number, answer.tokens)
         proof.mismatches.append(replace(found, plain=str(found.plain), speculative=str(found.speculative)))
@@ -95,7 +94,7 @@ def against_server(server: Remote, plain: Remote, prompts: list[list[int]], new:
     )
     proof = ServerProof(len(said), sum(len(_tokens(a)) for a in said), [], _who(server), _who(plain))
     for number, (answer, reference) in enumerate(zip(said, wanted, strict=True)):
-        _note_drift(proof, answer, _tokens(reference), reference.logprobs)
+        _note_drift(proof, answer, _tokens(reference), reference.logprobs.token_logprobs)
         if _tokens(answer) != _tokens(reference):
             proof.mismatches.append(_judge(plain, prompts[number], number, answer, reference))
     return proof
@@ -108,17 +107,18 @@ def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, re
     if position is None:  # one text ends where the other continues
         position = min(len(mine), len(plains))
         first, second = ([*map(str, text), "the end"][position] for text in (plains, mine))
-        return Mismatch(number, position, first, second, float("inf"), 0.0, False)
-    names = (reference.names or _tokens(reference))[position], (answer.names or _tokens(answer))[position]
-    found = Mismatch(number, position, str(names[0]), str(names[1]), float("inf"), 0.0, False)
-    if reference.tokens is None or not reference.top:
+        return Mismatch(number, position, first, second)
+    names = [(one.logprobs.tokens or _tokens(one))[position] for one in (reference, answer)]
+    found = Mismatch(number, position, str(names[0]), str(names[1]))
+    expected = reference.logprobs.top_logprobs
+    if reference.tokens is None or not expected:
         return found
     again: dict[str, float] = {}
     for place in sorted({position * i // (PROBES - 1) for i in range(PROBES)}):
-        more = plain.complete(prompt + reference.tokens[:place], 1, logprobs=TOP)
-        again = more.top[0] if more.top else {}
-        shared = set(again) & set(reference.top[place])
-        found.error = max([found.error, *(abs(again[name] - reference.top[place][name]) for name in shared)])
+        more = plain.complete(prompt + reference.tokens[:place], 1, logprobs=TOP).logprobs.top_logprobs
+        again = more[0] if more else {}
+        shared = set(again) & set(expected[place])
+        found.error = max([found.error, *(abs(again[name] - expected[place][name]) for name in shared)])
     if set(names) <= set(again):
         found.margin = abs(again[names[0]] - again[names[1]])
         found.leading = set(sorted(again, key=again.__getitem__)[-2:]) == set(names)
@@ -126,9 +126,7 @@ def _judge(plain: Remote, prompt: list[int], number: int, answer: Completion, re
 
 
 def _note_drift(proof: ServerProof, answer: Completion, tokens: list, logprobs: list[float] | None) -> None:
-    if answer.logprobs is None or logprobs is None:
-        return
-    for a, b, x, y in zip(_tokens(answer), tokens, answer.logprobs, logprobs, strict=False):
+    for a, b, x, y in zip(_tokens(answer), tokens, answer.logprobs.token_logprobs or (), logprobs or (), strict=False):
         if a != b:
             return
         proof.drift = max(proof.drift or 0.0, abs(x - y))
@@ -144,7 +142,7 @@ def _logprobs(target: LanguageModel, prompt: list[int], tokens: list[int]) -> li
 
 def _tokens(answer: Completion) -> list:
     """The tokens in the most exact form that the server returns: ids, names, or else characters."""
-    return answer.tokens or answer.names or list(answer.text)
+    return answer.tokens or answer.logprobs.tokens or list(answer.text)
 
 
 def _without_end(tokens: list[int], eos: frozenset[int]) -> list[int]:

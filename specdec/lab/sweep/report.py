@@ -26,26 +26,10 @@ from specdec.lab.sweep import figures, store
 REPORT, FIGURES = "report.html", "figures"
 LINE, GAP, CHARACTER, PAD = 19, 30, 6.7, 5  # pixels: height of a leaf, between levels, width of a letter, in a box
 LONGEST = 14  # letters of a token that are shown
-WHY = (
-    "Each drafter's point with the greatest tau. Calibration: drafted tokens whose parent was accepted; on the dashed "
-    "line the drafter is right as often as it thinks. Entropy: where the target chose a token for which there were "
-    "drafts. Larger markers hold more tokens. Hidden state: what the drafter feeds back to itself, mean and the range "
-    "from the 10th to the 90th percentile. Entropy and hidden states are of a few questions decoded once more."
-)
-BEST = "Each drafter's point with the greatest tau. Bars: 95 % intervals over questions."
-DRAWN: dict[str, tuple[str, Callable, str]] = {  # file name -> title, function, caption
-    "tau": ("tau by tree", figures.heat_maps, "One scale of colour. A dash: no such tree, or not measured."),
-    "cost": (
-        "tau against cost",
-        figures.cost,
-        "Right: the points for which no other costs as little and gives more are joined and named; dashed, lines of "
-        "equal speed. Bars: 95 % intervals over questions.",
-    ),
-    "parts": ("Time of a round", figures.parts, "Fastest first. Prefill is left out."),
-    "depth": ("Acceptance by depth", figures.depth, f"{DEPTH_IN_WORDS.capitalize()}. {BEST}"),
-    "categories": ("tau by category", figures.categories, BEST),
-    "diagnostics": ("Why", figures.diagnostics, WHY),
-}
+DRAWN: dict[str, Callable] = {  # file name -> function; titles and captions are in the template
+    "tau": figures.heat_maps, "cost": figures.cost, "parts": figures.parts, "depth": figures.depth,
+    "categories": figures.categories, "diagnostics": figures.diagnostics,
+}  # fmt: skip
 
 
 def write_report(out: Path, results: list[dict], timings: dict[str, dict], command: str) -> Path:
@@ -55,6 +39,7 @@ def write_report(out: Path, results: list[dict], timings: dict[str, dict], comma
     page = [_section(out, number, group, timings) for number, group in enumerate(store.groups(results), 1)]
     environment = Environment(autoescape=True, trim_blocks=True)
     environment.globals |= {"tree_name": store.tree_name, "best_tree_svg": best_tree_svg, "round_svg": round_svg}
+    environment.globals |= {"columns": list(store.COLUMNS.items()), "depth_in_words": DEPTH_IN_WORDS}
     template = environment.from_string((files("specdec.lab.sweep") / "report.html.jinja").read_text(encoding="utf-8"))
     benchmarks = ", ".join(dict.fromkeys(r["names"]["benchmark"] for r in results))
     values = {"title": f"Speculative decoding: sweep of {benchmarks}", "groups": page}
@@ -71,7 +56,6 @@ def _section(out: Path, number: int, group: list[dict], timings: dict[str, dict]
         "title": store.title_of(group),
         "conditions": store.conditions_of(group),
         "notes": store.notes_of(group, timings),
-        "columns": [{"name": name, "number": is_number} for name, is_number in store.COLUMNS.items()],
         "rows": store.table_of(group, timings),
         "figures": _figures(out, number, points, timings),
         "chosen": [store.best(mine) for mine in store.by_drafter(points).values()],
@@ -82,12 +66,12 @@ def _section(out: Path, number: int, group: list[dict], timings: dict[str, dict]
 
 def _figures(out: Path, number: int, points: list[dict], timings: dict[str, dict]) -> list[dict]:
     drawn = []
-    for name, (title, make, caption) in DRAWN.items() if points else ():
+    for name, make in DRAWN.items() if points else ():
         arguments = (points, timings) if make in (figures.cost, figures.parts) else (points,)
         if (made := svg_and_png(make, *arguments)) is not None:
             file = output_folder(out / FIGURES) / f"{number}-{name}.png"
             write_whole(file, partial(Path.write_bytes, data=made[1]))
-            drawn.append({"title": title, "svg": Markup(made[0]), "caption": caption})
+            drawn.append({"name": name, "svg": Markup(made[0])})
     return drawn
 
 

@@ -23,7 +23,6 @@ from typing_extensions import override
 from specdec.cli.parser import read_flags
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.formats import check, verdict
-from specdec.drafters.formats.evidence import PROMPTS
 from specdec.engine.recorder import TracedRound, TracedRow
 from specdec.engine.report import RoundReport
 from specdec.engine.trace_files import read_trace
@@ -31,6 +30,7 @@ from specdec.lab.output import stage
 from specdec.lab.traces.metrics import Rows, acceptance_by_depth, bootstrap, entry, rounds_of, tau
 from specdec.lab.wrapped import WrappedDrafter
 from specdec.model_settings import ModelSettings
+from specdec.text import read_prompts
 
 CONTEXTS = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)  # tokens; edges of the bins of `by_context`
 NATS = (0.0, 0.1, 0.5, 1.0, 2.0, 3.0, 4.0, math.inf)  # entropy; edges of the bins of `Probe.entropy`
@@ -271,7 +271,8 @@ def run(args: argparse.Namespace) -> None:
     found = causes(rows, models.load_drafter(target), lambda token: target.tokenizer.decode([token]))
     if args.draft is not None and not args.draft.startswith("ngram"):
         stage(f"reading {args.draft} in other ways, on {PROBED} prompts")
-        report = check.check(target, args.draft, PROMPTS[:PROBED], allow_nonfinite=args.allow_nonfinite)
+        prompts = read_prompts(check.PROMPTS)[:PROBED]
+        report = check.check(target, args.draft, prompts, allow_nonfinite=args.allow_nonfinite)
         if report.better_reading is not None:
             found.insert(0, f"The checkpoint is read otherwise than it was trained. {verdict.verdict(report)}")
     found = found or ["Nothing stands out: a larger drafter, more data or longer training may help."]

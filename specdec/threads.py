@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
 SPIN = {"GOMP_SPINCOUNT": "30000", "KMP_BLOCKTIME": "1"}  # libgomp: 0.4 to 2 ms; libiomp: 1 ms, its unit
 SERVER_SPIN = SPIN | {"GOMP_SPINCOUNT": "300000"}  # libgomp's own: a server's rounds wait for its event loop
-STAT = "/proc/stat"
+STAT, TASKS = "/proc/stat", "/proc/self/task"
 EVERY, SOON = 0.2, 0.05  # seconds between two looks at the load, and before the second one of a decoding
 BUSY = 0.6  # share of a core that a program must occupy to take it from us; the clients of a server occupy less
 LOOK, AGAIN = 0.5, 10.0  # seconds between two looks of `TimeLimit`, and between two exceptions for one thread
@@ -144,7 +145,9 @@ class Threads:
             return
         if age >= SOON:
             self.occupied()
-        found = Threads.found if self.looks else min(Threads.found, self._running() - 1)
+        found = Threads.found
+        if not self.looks and found >= BUSY:
+            found = min(found, self._running())
         self.looks += 1
         most = full_threads()
         self._set(max(1, min(most, len(self.cores) - int(found + 1 - BUSY))), most)
@@ -183,6 +186,11 @@ class Threads:
 
     @staticmethod
     def _running() -> int:
-        """Return the number of threads on this machine that run or wait for a core, this one included."""
+        """Return the number of other programs' threads on this machine that run or wait for a core."""
         with open(STAT, encoding="ascii") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("procs_running ")), 1 << 16)
+            every = next((int(line.split()[1]) for line in file if line.startswith("procs_running ")), 1 << 16)
+        own = 0
+        for task in os.listdir(TASKS):
+            with suppress(OSError), open(f"{TASKS}/{task}/stat", encoding="utf-8") as file:  # it may have ended
+                own += file.read().rpartition(")")[2].split()[0] == "R"
+        return every - own

@@ -101,7 +101,7 @@ def test_the_first_round_knows_the_load_since_the_process_last_looked(cores):
         assert torch.get_num_threads() == count
     ours.restore()
     assert torch.get_num_threads() == 4
-    cores(4, now=2)  # they have ended, except one
+    cores(4, now=1)  # they have ended, except one
     ours.adapt()
     assert torch.get_num_threads() == 3
 
@@ -140,6 +140,18 @@ def test_own_and_niced_time_is_not_another_programs(tmp_path, monkeypatch, nice,
     monkeypatch.setattr(threads.os, "nice", lambda _: nice)
     monkeypatch.setattr(threads.time, "process_time", lambda: 25.0)
     assert threads.Threads(True)._others() == others
+
+
+def test_own_threads_are_not_another_programs(tmp_path, monkeypatch):
+    stat, tasks = tmp_path / "stat", tmp_path / "task"
+    stat.write_text("cpu 1\nprocs_running 5\n")
+    for task, state in enumerate("RSRD"):
+        (tasks / str(task)).mkdir(parents=True)
+        (tasks / str(task) / "stat").write_text(f"{task} (a (b) c) {state} 1 2\n")
+    (tasks / "ended").mkdir()
+    monkeypatch.setattr(threads, "STAT", str(stat))
+    monkeypatch.setattr(threads, "TASKS", str(tasks))
+    assert threads.Threads._running() == 3
 
 
 def test_results_do_not_depend_on_the_number_of_threads():

@@ -132,7 +132,7 @@ class Threads:
         self.cores = {f"cpu{core}" for core in os.sched_getaffinity(0)} if not self.fixed else set()
         self.looks = 0
         if Threads.looked < 0:
-            self.occupied()
+            self._look()
 
     def adapt(self) -> None:
         """Set the number of threads for the next rounds, at most once in `EVERY` seconds. Costs about 0.1 ms.
@@ -144,7 +144,7 @@ class Threads:
         if self.fixed or (self.looks and age < (SOON if self.looks == 1 else EVERY)):
             return
         if age >= SOON:
-            self.occupied()
+            self._look()
         found = Threads.found
         if not self.looks and found >= BUSY:
             found = min(found, self._running())
@@ -152,13 +152,19 @@ class Threads:
         most = full_threads()
         self._set(max(1, min(most, len(self.cores) - int(found + 1 - BUSY))), most)
 
-    def occupied(self) -> float:
-        """Return how many cores other programs of normal priority have occupied since the last look."""
-        now, busy = time.monotonic(), self._others()
-        if Threads.looked >= 0:
-            Threads.found = (busy - Threads.busy) / max(now - Threads.looked, 1 / TICK)
-        Threads.looked, Threads.busy = now, busy
-        return Threads.found
+    def _look(self) -> None:
+        before = Threads.looked, Threads.busy
+        now = Threads.looked, Threads.busy = self.load()
+        if before[0] >= 0:
+            Threads.found = _cores(before, now)
+
+    def load(self) -> tuple[float, float]:
+        """Return the time, and the processor time of other programs of normal priority until now, in seconds."""
+        return time.monotonic(), self._others()
+
+    def occupied_since(self, begun: tuple[float, float]) -> float:
+        """Return how many cores other programs have occupied since `load` returned `begun`."""
+        return _cores(begun, self.load())
 
     def restore(self) -> None:
         """Set the number of threads that torch had before, until rounds are decoded again."""
@@ -194,3 +200,7 @@ class Threads:
             with suppress(OSError), open(f"{TASKS}/{task}/stat", encoding="utf-8") as file:  # it may have ended
                 own += file.read().rpartition(")")[2].split()[0] == "R"
         return every - own
+
+
+def _cores(begun: tuple[float, float], ended: tuple[float, float]) -> float:
+    return (ended[1] - begun[1]) / max(ended[0] - begun[0], 1 / TICK)

@@ -59,16 +59,14 @@ class Choice:
 
     tree: Tree | None
     tau: float
-    speedup: float  # tokens/s to those of plain decoding; 1 if that was chosen, 0 if the machine was too busy to time
+    speedup: float  # tokens/s to those of plain decoding; 1 if that was chosen
     plain_tokens_per_second: float  # of a row
     best: str = ""  # the best tree, where plain decoding was chosen
     best_speedup: float = 1.0
-    busy: bool = False  # other programs disturbed the timing; such a choice is not cached
+    busy: bool = False  # other programs disturbed the timing, or prevented most of it; such a choice is not cached
 
     def __str__(self) -> str:
         """Return the line that a command prints about the choice."""
-        if not self.speedup:
-            return f"tree: {self.tree}, untimed: other programs use the processor, so no tree was measured or cached"
         plain = f"plain decoding's {self.plain_tokens_per_second:.0f} tokens/s"
         if self.tree is None:
             other = f"--tree {shlex.quote(self.best)} would reach {self.best_speedup:.2f} of it"
@@ -150,24 +148,28 @@ def candidates(
 def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Timer | None = None) -> Choice:
     """Return the fastest tree of those that are timed last, or none.
 
-    Next to other programs nothing is timed, as that would take long and be wrong: a chain of 3 is taken.
+    Next to other programs little is timed, as that takes long and is rough: a chain of 3 is taken unless it is slower.
 
     compiled: times compiled rounds, if they are to be the fastest.
     """
-    others, begun = Threads(on=True), time.monotonic()
-    others.occupied()
+    others = Threads(on=True)
+    begun = others.load()  # the engine that is timed looks too, at shorter intervals
     once = sum(seconds_of(None, SHORTEST))
-    while time.monotonic() < begun + LOOK:
+    while time.monotonic() < begun[0] + LOOK:
         once = sum(seconds_of(None, SHORTEST))
-    if others.occupied() > OCCUPIED:
+    if others.occupied_since(begun) > OCCUPIED:
         chain = max((c for c in all_trees if c.tree.topk == 1 and c.kind.nodes <= 4), key=lambda c: c.kind.nodes)
-        return Choice(chain.tree, chain.tau, 0.0, 1 / once, busy=True)
+        timed, plain = _time([chain], seconds_of, lambda _: SHORTEST, TURNS)
+        speedup, rate = chain.tau / sum(timed[chain]), 1 / statistics.median(plain)
+        if speedup < 1:
+            return Choice(None, 1.0, 1.0, rate, str(chain.tree), speedup, busy=True)
+        return Choice(chain.tree, chain.tau, speedup, rate, busy=True)
     costs, disturbed = _first_costs(all_trees, seconds_of, once)
     ranking = sorted(costs, key=lambda c: -c.tau / sum(costs[c]))
     last = ranking[:LAST] if compiled is None else _of_different_depths(ranking)
     tokens = _fitting(LAST_SECONDS, once * (1 + sum(sum(costs[c]) / c.tau for c in last)) * LAST_TURNS, TOKENS)
     timed, plain = _time(last, compiled or seconds_of, lambda tau: max(SHORTEST, round(tokens / tau)), LAST_TURNS)
-    disturbed = disturbed or others.occupied() > OCCUPIED
+    disturbed = disturbed or others.occupied_since(begun) > OCCUPIED
     speedups = {c: c.tau / sum(timed[c]) for c in last}
     best, rate = max(speedups, key=speedups.__getitem__), 1 / statistics.median(plain)
     if speedups[best] < MARGIN:

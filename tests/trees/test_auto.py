@@ -31,15 +31,17 @@ def timed_in_short(monkeypatch):
     monkeypatch.setattr(auto, "SECONDS", 0.1)
     monkeypatch.setattr(auto, "LAST_SECONDS", 0.1)
     monkeypatch.setattr(auto, "LOOK", 0.0)
-    monkeypatch.setattr(auto.Threads, "occupied", lambda self: 0.0)
+    monkeypatch.setattr(auto.Threads, "occupied_since", lambda self, begun: 0.0)
 
 
-def test_next_to_other_programs_nothing_is_timed(monkeypatch):
-    monkeypatch.setattr(auto.Threads, "occupied", lambda self: 1.0)
-    timed = set()
-    choice = choose(TREES, lambda tree, rounds: timed.add(tree) or (0.5, 0.5))
-    assert (choice.tree, choice.busy, timed) == (Chain(3), True, {None})
-    assert str(choice).startswith("tree: 1/3/4, untimed: other programs use the processor")
+@pytest.mark.parametrize(("cost", "chosen"), [(0.9, Chain(3)), (1.1, None)])
+def test_next_to_other_programs_only_a_chain_is_timed(monkeypatch, cost, chosen):
+    """cost: of its round, in plain rounds for each of its tokens."""
+    monkeypatch.setattr(auto.Threads, "occupied_since", lambda self, begun: 1.0)
+    timed, tau = set(), next(c.tau for c in TREES if c.tree == Chain(3))
+    choice = choose(TREES, lambda tree, rounds: timed.add(tree) or (0.5, 0.5 if tree is None else cost * tau - 0.5))
+    assert (choice.tree, choice.busy, timed) == (chosen, True, {None, Chain(3)})
+    assert str(choice).endswith("the machine was busy, so this is rough and not cached")
 
 
 def test_tables_by_hand():

@@ -101,6 +101,19 @@ def test_pieces_and_recomputing_change_nothing(monkeypatch, kind):
     assert ("confidence_losses" in metrics) == (kind == "dspark")
 
 
+def test_the_losses_of_slots_add_up():
+    """Each slot's is the mean over the blocks in which it counts."""
+    target = tiny_target()
+    drafter, objective = DRAFTERS["dflash"](target), BlockObjective(anchors=5, weights="uniform", denominator="slots")
+    data = packed_batch(target, drafter)
+    torch.manual_seed(1)
+    counted = objective.slots(drafter, data["loss_mask"], None).mask.sum(0)
+    torch.manual_seed(1)
+    loss, metrics = objective(drafter, **data)
+    assert len(counted.unique()) > 1
+    torch.testing.assert_close(loss, (metrics["losses"] * counted).sum() / counted.sum())
+
+
 # Rows of mask tokens
 
 

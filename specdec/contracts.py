@@ -63,11 +63,9 @@ class DraftState:
         hidden, readout = torch.cat([self.hidden, other.hidden]), torch.cat([self.readout, other.readout])
         return DraftState(hidden, readout, self.head, levels)
 
-    def refill(self, other: "DraftState") -> None:
-        """Copy the tensors of a state with as many rows and positions into this one."""
-        for name in ("hidden", "readout", "levels"):
-            if (own := getattr(self, name)) is not None:
-                own.copy_(getattr(other, name))
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that a round changes."""
+        return [x for x in (self.hidden, self.readout, self.levels) if x is not None]
 
     def first(self, count: int) -> "DraftState":
         """Return the state of the first `count` of the W positions."""

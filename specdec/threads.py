@@ -135,7 +135,7 @@ class Threads:
             self._look()
 
     def adapt(self) -> None:
-        """Set the number of threads for the next rounds, at most once in `EVERY` seconds. Costs about 0.1 ms.
+        """Set the number of threads for the next rounds, at most once in `EVERY` seconds. Costs 0.1 to 0.5 ms.
 
         The first number follows from the load since the process last looked, in an earlier decoding or when it began,
         and is no less than the cores without a running program.

@@ -79,7 +79,8 @@ class BatchTensors:
         if root is not self.root:
             self.root.copy_(root)
         if state is not None and state is not self.state:
-            self.state.refill(state)
+            for old, new in zip(self.state.tensors(), state.tensors(), strict=True):
+                old.copy_(new)
 
     def join(self, root: Tensor, state: DraftState | None) -> None:
         """Append rows to those in use."""
@@ -166,8 +167,7 @@ class BatchTensors:
 
     def changing(self) -> list[Tensor]:
         """Return the tensors that a round changes and the next one reads."""
-        states = [self.state.hidden, self.state.readout] if self.state else []
-        states += [self.state.levels] if self.state and self.state.levels is not None else []
+        states = self.state.tensors() if self.state else []
         counts = [self.settings.penalties.counts] if self.settings.penalties else []
         lens = [cache.lens for cache in (self.cache, self.draft_cache) if cache is not None]
         return [self.root, self.active, self.left, *lens, *states, *counts]

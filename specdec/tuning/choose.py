@@ -159,22 +159,23 @@ def choose(all_trees: abc.Sequence[Candidate], seconds_of: Timer, compiled: Time
         once = sum(seconds_of(None, SHORTEST))
     if others.occupied_since(begun) > OCCUPIED:
         chain = max((c for c in all_trees if c.tree.topk == 1 and c.kind.nodes <= 4), key=lambda c: c.kind.nodes)
-        timed, plain = _time([chain], seconds_of, lambda _: SHORTEST, TURNS)
-        speedup, rate = chain.tau / sum(timed[chain]), 1 / statistics.median(plain)
-        if speedup < 1:
-            return Choice(None, 1.0, 1.0, rate, str(chain.tree), speedup, busy=True)
-        return Choice(chain.tree, chain.tau, speedup, rate, busy=True)
+        return _fastest(*_time([chain], seconds_of, lambda _: SHORTEST, TURNS), least=1, busy=True)
     costs, disturbed = _first_costs(all_trees, seconds_of, once)
     ranking = sorted(costs, key=lambda c: -c.tau / sum(costs[c]))
     last = ranking[:LAST] if compiled is None else _of_different_depths(ranking)
     tokens = _fitting(LAST_SECONDS, once * (1 + sum(sum(costs[c]) / c.tau for c in last)) * LAST_TURNS, TOKENS)
     timed, plain = _time(last, compiled or seconds_of, lambda tau: max(SHORTEST, round(tokens / tau)), LAST_TURNS)
     disturbed = disturbed or others.occupied_since(begun) > OCCUPIED
-    speedups = {c: c.tau / sum(timed[c]) for c in last}
+    return _fastest(timed, plain, MARGIN, disturbed)
+
+
+def _fastest(timed: dict[Candidate, Seconds], plain: list[float], least: float, busy: bool) -> Choice:
+    """Return the fastest of the timed trees, or none if it is not `least` times as fast as plain decoding."""
+    speedups = {c: c.tau / sum(parts) for c, parts in timed.items()}
     best, rate = max(speedups, key=speedups.__getitem__), 1 / statistics.median(plain)
-    if speedups[best] < MARGIN:
-        return Choice(None, 1.0, 1.0, rate, str(best.tree), speedups[best], disturbed)
-    return Choice(best.tree, best.tau, speedups[best], rate, busy=disturbed)
+    if speedups[best] < least:
+        return Choice(None, 1.0, 1.0, rate, str(best.tree), speedups[best], busy)
+    return Choice(best.tree, best.tau, speedups[best], rate, busy=busy)
 
 
 def _first_costs(

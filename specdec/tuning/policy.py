@@ -16,14 +16,15 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-import numpy as np
 from typing_extensions import override
 
 from specdec.engine.adaptive import Outcome, Policy
-from specdec.tuning.costs import PLAIN, Costs, Kind
+from specdec.tuning.costs import Costs, Kind
 
-# Rounds of a choice. A choice takes about 50 us, so that it costs less than a hundredth of rounds of 1 ms.
+# Rounds of a choice. It takes 80 us after a forward, which is less than a hundredth of rounds of 1 ms. With numpy it
+# takes 300: for so few numbers lists are faster, most of all where weights have emptied the caches.
 BLOCK = 16
 SETTLE = 4  # rounds after a change that do not count: the drafter absorbs the positions of plain rounds
 NOISE = 0.1  # share by which a block on a shared machine differs from the next block, whatever it plays
@@ -43,8 +44,7 @@ class Rates:
 
     def __init__(self, prior: Sequence[float]):
         """Begin with a prior: for each level, how often it is accepted if the previous one was."""
-        self.prior = np.clip(np.asarray(prior, dtype=float), 0.01, 0.99)
-        # Lists: counting happens every round, and a few steps of Python are quicker than numpy for so few numbers.
+        self.prior = [min(max(rate, 0.01), 0.99) for rate in prior]
         self.hits, self.trials = [0.0] * len(prior), [0.0] * len(prior)
         self.missed = 0  # rounds that drafted nothing, which have not been counted yet
 
@@ -62,14 +62,15 @@ class Rates:
             self.hits[level] = memory * self.hits[level] + hits[level]
             self.trials[level] = memory * self.trials[level] + seen
 
-    def tokens(self, errors: float = 0.0) -> np.ndarray:
+    def tokens(self, errors: float = 0.0) -> list[float]:
         """Return the expected tokens of a round by levels [D+1]. errors: standard errors added to each rate."""
-        left = RETURN**self.missed
-        counted = left * np.asarray(self.trials) + WEIGHT
-        rates = (left * np.asarray(self.hits) + WEIGHT * self.prior) / counted
-        if errors:
-            rates = np.minimum(rates + errors * np.sqrt(rates * (1 - rates) / counted), 1.0)
-        return np.concatenate([[1.0], 1 + rates.cumprod().cumsum()])
+        left, reach, tokens = RETURN**self.missed, 1.0, [1.0]
+        for prior, hits, trials in zip(self.prior, self.hits, self.trials, strict=True):
+            counted = left * trials + WEIGHT
+            rate = (left * hits + WEIGHT * prior) / counted
+            reach *= min(rate + errors * math.sqrt(rate * (1 - rate) / counted), 1.0)
+            tokens.append(tokens[-1] + reach)
+        return tokens
 
 
 @dataclass
@@ -101,8 +102,8 @@ class Prompts:
 class Load:
     """What is known of the arms at loads of about as many rows."""
 
-    excess: np.ndarray  # [D+1] seconds that a served round takes longer than the measured costs
-    evidence: np.ndarray  # [D+1] blocks that these were learnt from
+    excess: list[float]  # [D+1] seconds that a served round takes longer than the measured costs
+    evidence: list[float]  # [D+1] blocks that these were learnt from
     credit: float = 0.0  # seconds that tries may cost now
 
 
@@ -122,7 +123,7 @@ class Bandit(Policy):
     def __init__(self, costs: Costs, kinds: Sequence[Kind], prior: Sequence[float]):
         """Begin with measured costs, kinds of rounds of 0, 1, ... D levels [D+1], and the prior of `Rates` [D]."""
         self.costs, self.kinds, self.rates, self.prompts = costs, list(kinds), Rates(prior), Prompts()
-        self.loads: dict[int, Load] = defaultdict(lambda: Load(np.zeros(len(kinds)), np.zeros(len(kinds))))
+        self.loads: dict[int, Load] = defaultdict(lambda: Load([0.0] * len(kinds), [0.0] * len(kinds)))
         self.kind = (-1, 0)  # load and levels of the rounds that are being timed
         self.fresh, self.since = True, 0  # the first block of that kind since a change, and its rounds so far
         self.block: list[tuple[float, float]] = []  # seconds and expected seconds of these
@@ -148,15 +149,16 @@ class Bandit(Policy):
     def _choose(self, rows: int) -> int:
         self._close()
         load, choices, seconds = self.loads[self.load], self.costs.choices, self._seconds(rows)
-        error = NOISE / np.sqrt(1 + load.evidence) if self.timed else np.zeros(len(self.kinds))
-        speed = self._speed(rows, seconds)
-        # An arm that was never served here may be as fast as it was measured.
-        own = np.array([self._expected(rows, levels) for levels in range(len(self.kinds))])
-        best_case = np.where(load.evidence > 0, seconds, np.minimum(seconds, self.speed * own))
-        upper = speed * (self.rates.tokens(2.0) / self.rates.tokens()) * (1 + 2 * error) * seconds / best_case
-        if self.timed:
-            for values in (speed, upper):
-                values[1:] /= 1 + rows * self.prompts.price(rows) * values[1:]
+        error = [NOISE / math.sqrt(1 + blocks) if self.timed else 0.0 for blocks in load.evidence]
+        speed, likely, upper = self._speed(rows, seconds), self.rates.tokens(), self.rates.tokens(2.0)
+        prompts = rows * self.prompts.price(rows) if self.timed else 0.0
+        for levels, took in enumerate(seconds):
+            # An arm that was never served here may be as fast as it was measured.
+            own = took if load.evidence[levels] else min(took, self.speed * self._expected(rows, levels))
+            upper[levels] *= speed[levels] / likely[levels] * (1 + 2 * error[levels]) * took / own
+            if levels:
+                speed[levels] /= 1 + prompts * speed[levels]
+                upper[levels] /= 1 + prompts * upper[levels]
         draft = max(choices[1:], key=speed.__getitem__)
         drafting = self.now and load.evidence[self.now]
         best = draft if speed[draft] > speed[0] * (1 if drafting else 1 + error[draft]) else 0
@@ -165,41 +167,42 @@ class Bandit(Policy):
         self.now = 0 if self.wished and not wished else best
         self.wished = self.wished and self.now == 0
         self.pace = 1 / speed[self.now]
-        # Plain rounds are what all else is compared with, so their first try at a load does not wait for credit.
-        first = self.now > 0 and not load.evidence[0] and upper[0] > speed[self.now]
+        # Plain rounds are what all else is compared with. So their first try at a load needs no credit, but a block of
+        # this load before: a load of a few rounds lies between two others, and a try of a few rounds teaches nothing.
+        first = self.now > 0 and any(load.evidence) and not load.evidence[0] and upper[0] > speed[self.now]
         tried = 0 if first else max((d for d in choices if d != self.now), key=upper.__getitem__, default=self.now)
         price = BLOCK * seconds[tried] * max(1 - speed[tried] * self.pace, 0.0)
         if self.now == 0:  # the drafter absorbs each row's text, about a forward of each
-            price += rows * float(self.costs.seconds(PLAIN))
+            price += rows * self._expected(1, 0)
         # A second block in a row would not measure the arm, as `_close` attributes it to the machine's speed.
         self.trying = not self.trying and upper[tried] > speed[self.now] and (first or load.credit >= price)
         load.credit = min(load.credit, price) if self.trying else load.credit
         return tried if self.trying else self.now
 
-    def _speed(self, rows: int, seconds: np.ndarray) -> np.ndarray:
+    def _speed(self, rows: int, seconds: Sequence[float]) -> list[float]:
         """Return tokens per second of a row by levels [D+1]. seconds [D+1]: of a round."""
-        return self.rates.tokens() / seconds
+        return [tokens / took for tokens, took in zip(self.rates.tokens(), seconds, strict=True)]
 
-    def _seconds(self, rows: int) -> np.ndarray:
+    def _seconds(self, rows: int) -> list[float]:
         """Return the seconds of a round by levels [D+1], as they are expected lately."""
-        own = np.array([self._expected(rows, levels) for levels in range(len(self.kinds))])
-        return self.speed * np.maximum(own + self._excess(), own / 10)
+        own = [self._expected(rows, levels) for levels in range(len(self.kinds))]
+        return [self.speed * max(took + more, took / 10) for took, more in zip(own, self._excess(), strict=True)]
 
-    def _excess(self) -> np.ndarray:
+    def _excess(self) -> list[float]:
         """Return the excess of each number of levels [D+1].
 
         Arms with little evidence take after the other drafts, or where there are none after the plain rounds; loads
         without evidence after the nearest load with any.
         """
-        known = [load for load, what in self.loads.items() if what.evidence.any()]
+        known = [load for load, what in self.loads.items() if any(what.evidence)]
         if not known:
-            return np.zeros(len(self.kinds))
+            return [0.0] * len(self.kinds)
         here = self.loads[min(known, key=lambda load: abs(load - self.load))]
-        drafts = here.evidence[1:].sum()
-        pool = here.evidence[1:] @ here.excess[1:] / drafts if drafts else here.excess[0]
-        found = (here.evidence * here.excess + pool) / (here.evidence + 1)
-        found[0] = here.excess[0] if here.evidence[0] else pool
-        return found
+        plain, *drafts = zip(here.evidence, here.excess, strict=True)
+        blocks = sum(seen for seen, _ in drafts)
+        pool = sum(seen * excess for seen, excess in drafts) / blocks if blocks else plain[1]
+        first = plain[1] if plain[0] else pool
+        return [first, *((seen * excess + pool) / (seen + 1) for seen, excess in drafts)]
 
     def _expected(self, rows: int, levels: int, nodes: int | None = None) -> float:
         """Return the measured seconds of a round. nodes: that were verified; None: all of the tree."""
@@ -266,10 +269,11 @@ class Bandit(Policy):
         """
         if not self.block:
             return
-        (taken, own), weight = np.median(self.block, 0), len(self.block) / BLOCK
+        taken, own = map(median, zip(*self.block, strict=True))
+        weight = len(self.block) / BLOCK
         load, levels = self.loads[self.kind[0]], self.kind[1]
         if self.fresh or not load.evidence[levels]:
-            load.evidence *= (1 - OLD) ** weight
+            load.evidence = [seen * (1 - OLD) ** weight for seen in load.evidence]
             load.evidence[levels] = min(load.evidence[levels] + weight, MOST_BLOCKS)
             found = taken / self.speed - own
             load.excess[levels] += (found - load.excess[levels]) * weight / load.evidence[levels]

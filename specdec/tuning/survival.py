@@ -194,11 +194,11 @@ class Survival(Bandit):
             self._tables[rows, levels] = np.array(own)
         return self._tables[rows, levels]
 
-    def _speed(self, rows: int, seconds: np.ndarray) -> np.ndarray:
+    def _speed(self, rows: int, seconds: Sequence[float]) -> list[float]:
         tokens = 1 + (self.tokens - 1) * (self.given / self.hoped)
         own = np.stack([self._by_nodes(rows, levels) for levels in range(len(self.kinds))])
         whole = own[range(len(self.kinds)), [kind.nodes for kind in self.kinds]]
-        return np.fmax.reduce(tokens / (seconds[:, None] + self.speed * (own - whole[:, None])), 1)
+        return np.fmax.reduce(tokens / (np.array(seconds)[:, None] + self.speed * (own - whole[:, None])), 1).tolist()
 
     def _begins(self) -> bool:
         return self.seen < FIRST or self.drafts < BEGIN

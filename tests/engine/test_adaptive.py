@@ -15,7 +15,7 @@ from specdec.trees import Chain, DynamicTree
 from specdec.tuning import timing
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point
 from specdec.tuning.engines import Table, Workload, adaptive_engine, make_policy
-from specdec.tuning.policy import BEGIN, BLOCK, SHARE, Bandit
+from specdec.tuning.policy import BEGIN, BLOCK, SETTLE, SHARE, Bandit
 from specdec.tuning.survival import FIRST, Calibrated, Estimator, Survival
 
 
@@ -191,6 +191,18 @@ def test_trying_drafts_costs_a_small_share_of_plain_rounds():
     served.play(2, 500)
     assert served.play(2, 20_000) >= (1 - 1.5 * SHARE) * plain
     assert 0 < np.count_nonzero(served.depths) < 0.01 * 20_000
+
+
+def test_no_rounds_are_tried_at_a_load_between_two_others():
+    """Requests that end together leave fewer rows for a few rounds. Plain rounds might be as fast as drafts."""
+    costs = costs_of(1.0, 0.01, level=0.35)
+    policy = Bandit(costs, KINDS, [0.6] * 5)
+    served = Server(policy, lambda rows, levels: float(costs.seconds(KINDS[levels], rows)))
+    served.play(4, 400)
+    for _ in range(5):
+        served.play(4, 3 * BLOCK)
+        served.play(1, SETTLE)
+        assert 0 not in served.depths
 
 
 def settled(policy, rows: int) -> int:

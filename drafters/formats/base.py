@@ -40,6 +40,7 @@ class TargetFacts:
     architectures: tuple[str, ...]
     layers: int
     part: Callable[[str], Tensor]
+    hidden: int | None = None  # of its states, if the config states it
 
 
 def facts_of(target: LanguageModel) -> TargetFacts:

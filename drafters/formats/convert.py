@@ -119,6 +119,9 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: Where |
     meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None
     if target is not None:
         facts = read_facts(target)
+        width, hidden = getattr(meaning, "tap_width", None), facts.hidden
+        if width and hidden and width != hidden:
+            raise ValueError(f"{checkpoint.path} reads states of size {width}, {target}'s are {hidden}: give its own")
         meaning, tensors = _with_head(meaning, tensors, layout, facts)
     elif meaning.taps and layout.names_layers:
         raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
@@ -141,7 +144,8 @@ def read_facts(target: Where) -> TargetFacts:
     layers = text_config(config).get("num_hidden_layers")
     if not isinstance(layers, int):
         raise ValueError(f"{target} is not a target: its config.json states no num_hidden_layers")
-    return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, partial(_part, target, config))
+    part, hidden = partial(_part, target, config), text_config(config).get("hidden_size")
+    return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, part, hidden)
 
 
 def _part(target: Where, config: dict, name: str) -> Tensor:

@@ -4,9 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import save_hf
 from published import CONFIG, NESTED, H, V, make_target, mtp_shapes, publish, random_tensors, written
 
 from specdec.drafters.formats import load_drafter
+from specdec.drafters.formats.convert import export
 from specdec.model.rope import Rope
 
 LISTED = {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}
@@ -137,3 +139,10 @@ def test_a_tied_targets_head_is_its_embedding(case):
     target.head.weight = target.embed.weight
     for name in ("EAGLE-2 of Llama 2", "ModelOpt without a head"):
         assert torch.equal(case(name, target).head.weight, target.embed.weight)
+
+
+def test_an_export_refuses_a_target_of_another_size(tmp_path):
+    save_hf(tmp_path / "target", "llama", num_hidden_layers=8)
+    with pytest.raises(ValueError, match=r"demo/eagle3 reads states of size 384, .* give its own"):
+        export("demo/eagle3", tmp_path / "out", "vllm", tmp_path / "target")
+    assert not (tmp_path / "out").exists()

@@ -52,6 +52,7 @@ def draft_for(target: str | os.PathLike | None, draft: Draft | None = None, othe
         return draft
     there = bundled_drafts(target)
     if not there:
+        check_place(str(target))
         raise ValueError(f"no drafter is bundled for {target}: give --draft FOLDER, or --draft ngram{otherwise}")
     return there[0]
 

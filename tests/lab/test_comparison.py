@@ -107,8 +107,8 @@ def test_drafts_have_names_of_their_own_and_another_target_needs_its_own():
     smollm2 = entries_of(own | {"target": {"path": "smollm2"}})
     assert list(smollm2) == ["smollm2-eagle3", "smollm2-mtp", "smollm2-dspark", "ngram", "ngram:suffix"]
     assert smollm2["smollm2-eagle3"] == draft_for("smollm2")
-    with pytest.raises(ValueError, match="no drafter is bundled for x: give --draft FOLDER, or --draft ngram"):
-        entries_of(own | {"target": {"path": "x"}})
+    with pytest.raises(ValueError, match="no drafter is bundled for a/b: give --draft FOLDER, or --draft ngram"):
+        entries_of(own | {"target": {"path": "a/b"}})
 
 
 def test_other_engines_are_compared_in_words():

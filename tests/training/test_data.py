@@ -89,6 +89,7 @@ def test_what_has_nothing_to_learn_is_left_out_and_counted(target, tmp_path, cap
         ("a.json", b"[]", "a.json is empty"),
         ("a.json", b'{"messages": []}', "must hold a list of conversations"),
         ("a.json", b'[\n{"text": "a"},\n{]', r"a.json is not valid JSON: .* line 3"),
+        ("a.json", b'{"text": "a"}\n{"text": "b"}', "Extra data.*; for one object a line the name must end in .jsonl"),
         ("a.jsonl.xz", lzma.compress(b"{}")[:-9], "a.jsonl.xz is damaged"),
         ("a.csv", b"a,b", r"a.csv is of no known form: the name must end in .json, .jsonl, .jsonl.xz, .txt or "),
     ],

@@ -80,7 +80,7 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
         (["target.path=/no/such"], "no such checkpoint folder"),
         (["out=/proc/nowhere"], "cannot write to /proc/nowhere"),
         (["resume=true"], "nothing to resume"),
-        (["data.heldout=60"], "of which data.heldout=60 are held out"),
+        (["data.heldout=60"], "data.heldout=60 holds out 60, and none is left to train on: give more data"),
         (["drafter.num_attention_heads=5", "drafter.num_key_value_heads=2"], "5 attention heads cannot share 2"),
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
         (["trainer.stepz=3"], "Could not override 'trainer.stepz'. There is trainer.steps"),

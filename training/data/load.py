@@ -173,8 +173,8 @@ def hold_out(samples: list[Sample], heldout: float) -> tuple[list[Sample], list[
     count = min(max(round(heldout * len(samples)), 1), MOST) if 0 < heldout < 1 else int(heldout)
     if len(samples) <= count:
         raise ValueError(
-            f"the data hold {len(samples)} conversations, of which data.heldout={heldout} are held out: hold out "
-            "fewer, or a share such as 0.05"
+            f"the data hold {len(samples)} conversations, of which data.heldout={heldout} holds out {count}, and none "
+            "is left to train on: give more data, or a smaller data.heldout, such as 0"
         )
     cut = len(samples) - count
     return samples[:cut], samples[cut:]

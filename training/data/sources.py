@@ -125,9 +125,13 @@ def _text(line: bytes, where: str) -> str:
 def _json(path: Path, content: bytes) -> Iterator[Record]:
     if not content.strip():
         return
-    rows = parse_json(content, str(path))
+    hint = "for one object a line the name must end in .jsonl"
+    try:
+        rows = parse_json(content, str(path))
+    except ValueError as error:
+        raise ValueError(f"{error}; {hint}" if "Extra data" in str(error) else str(error)) from None
     if not isinstance(rows, list):
-        raise ValueError(f"{path} must hold a list of conversations; for one object a line the name must end in .jsonl")
+        raise ValueError(f"{path} must hold a list of conversations; {hint}")
     for number, row in enumerate(rows, 1):
         yield Record(f"{path} row {number}", row)
 

@@ -60,7 +60,7 @@ def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:
         write_whole(output_folder(path.parent) / path.name, partial(save_state, state))
     except ValueError as error:
         last = next(reversed(checkpoints(out)), None)
-        rest = f"{last} is the last good one, and resume=true goes on from it" if last else "there is none before it"
+        rest = f"{last} is the last good one, and resume=true goes on from it" if last else "no earlier one exists"
         raise ValueError(f"{error}; {rest}") from None
     for old in checkpoints(out)[:-keep]:
         old.unlink()

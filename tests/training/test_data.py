@@ -31,6 +31,7 @@ def load(target, path, **fields):
 
 BAD = {
     "invalid JSON: Expecting": b'{"messages": [',
+    "invalid JSON: Invalid control character at column": b'{"text": "a\tb"}',
     "not UTF-8 text": b'{"text": "\xff"}',
     "a record must be an object, not list": [1],
     "none of 'conversations'": {"id": 3},

@@ -151,7 +151,9 @@ def test_what_is_not_answered_is_counted(arguments, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{\n")
     command = arguments(tmp_path, questions=path)
-    assert "prompts.jsonl line 4: invalid JSON" in refused(main, *command)
+    said = refused(main, *command)
+    assert "prompts.jsonl line 4: invalid JSON" in said
+    assert "(--bad skip, or data.bad=skip in training, leaves" in said
     done = run_here(main, *command, "--bad", "skip")
     assert "1 prompts of more than 64 tokens left out" in done.stderr
     assert "1 conversations that begin with an answer left out" in done.stderr

@@ -46,7 +46,9 @@ class Tally:
         except ValueError as error:
             reason = f"{where}: {error}"
             if self.bad == "error":
-                raise ValueError(f"{reason} (bad=skip leaves such records out)") from None
+                raise ValueError(
+                    f"{reason} (--bad skip, or data.bad=skip in training, leaves such records out)"
+                ) from None
             self.count("bad records left out")
             self.first_bad = self.first_bad or reason
 

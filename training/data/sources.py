@@ -36,7 +36,7 @@ class Record:
         except UnicodeDecodeError:
             raise ValueError("not UTF-8 text") from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"invalid JSON: {error.msg} at column {error.colno}") from None
+            raise ValueError(f"invalid JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
         except (RecursionError, ValueError):
             raise ValueError("invalid JSON: nested too deeply, or a number of thousands of digits") from None
         if not isinstance(row, dict):

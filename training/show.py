@@ -38,7 +38,7 @@ def show(tokenizer, sample: Sample, screen: Console) -> None:
         else:
             text.append(f"⟦{piece}⟧" if learnt else piece)
     screen.print(text, soft_wrap=True)
-    screen.print(Text(f"{sample.mask.sum()} of {len(sample.ids)} tokens are learnt", "dim"))
+    screen.print(Text(f"{sample.mask.sum()} of {len(sample.ids)} are training tokens", "dim"))
 
 
 def run(args: argparse.Namespace) -> None:

@@ -121,7 +121,8 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: Where |
         facts = read_facts(target)
         width, hidden = getattr(meaning, "tap_width", None), facts.hidden
         if width and hidden and width != hidden:
-            raise ValueError(f"{checkpoint.path} reads states of size {width}, {target}'s are {hidden}: give its own")
+            sizes = f"{checkpoint.path} reads hidden states of size {width}, and {target} has size {hidden}"
+            raise ValueError(f"{sizes}: give the target that the drafter was trained for")
         meaning, tensors = _with_head(meaning, tensors, layout, facts)
     elif meaning.taps and layout.names_layers:
         raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")

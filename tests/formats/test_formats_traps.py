@@ -143,6 +143,6 @@ def test_a_tied_targets_head_is_its_embedding(case):
 
 def test_an_export_refuses_a_target_of_another_size(tmp_path):
     save_hf(tmp_path / "target", "llama", num_hidden_layers=8)
-    with pytest.raises(ValueError, match=r"demo/eagle3 reads states of size 384, .* give its own"):
+    with pytest.raises(ValueError, match=r"demo/eagle3 reads hidden states of size 384, .* give the target"):
         export("demo/eagle3", tmp_path / "out", "vllm", tmp_path / "target")
     assert not (tmp_path / "out").exists()

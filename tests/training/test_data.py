@@ -236,7 +236,7 @@ def test_show_marks_what_is_learnt(target_path, tmp_path, monkeypatch):
     show, words = main_of("data show"), ["--target", str(target_path), "--data", str(path)]
     out = run_here(show, *words).stdout
     assert out.startswith("<|user|>What is 1 + 1?<|end|><|assistant|>⟦It is 2.<|end|>⟧\n")
-    assert "tokens are learnt" in out
+    assert "are training tokens" in out
     assert "\x1b" not in out
     monkeypatch.setenv("FORCE_COLOR", "1")
     out = run_here(show, *words).stdout

@@ -3,6 +3,7 @@
 B rows of a batch   N nodes of their trees, root included   D levels of the largest tree
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +32,7 @@ class Draft:
 
 @dataclass
 class Outcome:
-    """Result of a round for the R rows that decoded in it."""
+    """Result of a round for the R rows that decoded in it with all its levels."""
 
     levels: int  # drafted; 0 for a plain round
     nodes: int  # verified for each row, the root included
@@ -39,6 +40,7 @@ class Outcome:
     ended: list[bool]  # [R] the accepted path ends in a leaf, so the draft says nothing about the token after it
     draft: Draft | None = None  # as it was verified; None if the policy did not look at it
     path: np.ndarray | None = None  # [B,P] accepted nodes of that draft, root first; padded with 0
+    others: Sequence[int] = ()  # accepted in further rows, for which fewer levels counted
 
 
 class Policy:

@@ -47,14 +47,14 @@ class Controller:
         If there are levels, the drafter absorbs the backlog. max_len: as for `Drafter.extend`.
         """
         live = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
-        levels = self.policy.plan(len(live))
+        levels, others = self.policy.plan(len(live)), []
         if any(sequences[i].steps is not None for i in live):
             limits = {i: sequences[i].steps for i in live}
             asked = {i: levels if most is None else min(most, levels) for i, most in limits.items()}
             levels = max(asked.values())
-            # A row for which fewer levels count says nothing about the levels after them.
+            others = [i for i in live if asked[i] < levels]
             live = [i for i in live if asked[i] == levels]
-        self.plan, self.plain = Plan(levels, live), levels == 0
+        self.plan, self.plain = Plan(levels, live, others), levels == 0
         if levels and self.backlog is not None:
             state, self.backlog = self.backlog.absorb(self.drafter, state, max_len), None
         return levels, state
@@ -83,14 +83,14 @@ class Controller:
         """Let the policy learn from a round that was read. counts [B]: tokens that each row emitted, before any cut."""
         if not (plan := report.plan).rows:
             return
-        accepted = [counts[row] - 1 for row in plan.rows]
+        accepted, others = ([counts[row] - 1 for row in rows] for rows in (plan.rows, plan.others))
         if report.parents is None:
-            self.policy.learn(Outcome(plan.levels, 1, accepted, [True] * len(accepted)))
+            self.policy.learn(Outcome(plan.levels, 1, accepted, [True] * len(accepted), others=others))
             return
         path, parents = report.path.tolist(), report.parents.tolist()  # lists, as numpy is slower for so few numbers
         leaves = [path[row][counts[row] - 1] not in parents[row][1:] for row in plan.rows]
         seen = None if plan.draft is None else np.asarray(path)
-        self.policy.learn(Outcome(plan.levels, report.nodes, accepted, leaves, plan.draft, seen))
+        self.policy.learn(Outcome(plan.levels, report.nodes, accepted, leaves, plan.draft, seen, others))
 
     def _draft(self, tree: DraftTree, state: DraftState) -> Draft:
         parents, drawn = tree.parents, tree.q is not None

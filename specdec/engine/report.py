@@ -62,6 +62,7 @@ class Plan:
 
     levels: int
     rows: abc.Sequence[int] = ()  # rows that the policy learns from
+    others: abc.Sequence[int] = ()  # rows for which fewer levels count: nothing follows from them for the next level
     draft: Draft | None = None  # as it is verified; None if the policy does not look at drafts
 
 

@@ -222,8 +222,8 @@ class Bandit(Policy):
 
     @override
     def learn(self, outcome: Outcome) -> None:
-        rows = len(outcome.accepted)
-        self.last = rows, outcome.levels, outcome.nodes, rows + sum(outcome.accepted)
+        every = [*outcome.accepted, *outcome.others]
+        self.last = len(every), outcome.levels, outcome.nodes, len(every) + sum(every)
         self.prompts.tokens += self.last[-1]
         if outcome.levels:
             self.rates.add(outcome.accepted, outcome.ended)

@@ -75,6 +75,23 @@ def test_a_server_that_never_drafts_holds_no_more_than_its_rows(target, overlap,
     assert row.tokens == Engine(target).generate([[1, 3]], max_new_tokens=9, eos=frozenset()).rows[0].tokens
 
 
+def test_rows_that_want_fewer_levels_count_in_the_time_of_a_round_only(target):
+    """A round takes as long as its rows want together; acceptance is learnt from those for which all levels count."""
+    policy = Restless(3)
+    engine = Engine(target, DRAFTERS["eagle3"](target), Chain(3), adaptive=policy)
+    engine.reserve(3, 64)
+    for steps in (None, 1, 1):
+        engine.add([1, 2, 3], max_new_tokens=40, eos=frozenset(), steps=steps)
+    reports = [report for report in (engine.step() for _ in range(9)) if not report.prefill]
+    for report, outcome in zip(reports, policy.outcomes, strict=True):
+        wanted = [0] if outcome.levels > 1 else [0, 1, 2]
+        assert outcome.accepted == [report.accepted[row] for row in wanted]
+        assert outcome.others == [report.accepted[row] for row in range(3) if row not in wanted]
+    policy = Bandit(costs_of(1.0, 0.01), KINDS, [0.6] * 5)
+    policy.learn(Outcome(2, 3, [2], [True], others=[1, 0]))
+    assert policy.last == (3, 2, 3, 6)
+
+
 # What policies choose
 
 

@@ -126,7 +126,7 @@ def test_addresses():
 
 def test_what_cannot_be_served_is_said_before_models_are_loaded(monkeypatch):
     monkeypatch.setattr(serve_command.ModelSettings, "load_target", lambda _: pytest.fail("it was loaded"))
-    assert "give --draft FOLDER, or --draft ngram, or --no-draft" in refused("--port", "0", "--target", "somewhere")
+    assert "give --draft FOLDER, or --draft ngram, or --no-draft" in refused("--port", "0", "--target", "some/where")
     assert "--tree auto chooses for one load" in refused("--port", "0", "--tree", "auto")
     assert "--port must be at most 65535" in refused("--port", "70000")
     assert "cannot listen at 203.0.113.1 port" in refused("--host", "203.0.113.1", "--port", "0")

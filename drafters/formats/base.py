@@ -25,6 +25,7 @@ from specdec.model.rope import Rope
 from specdec.model.target import Target
 
 Tensors = dict[str, Tensor]
+Sizes = tuple[int | None, int | None]  # a target's hidden size and vocabulary, as far as they are stated
 EMBEDDING = "embed_tokens.weight"
 
 
@@ -40,7 +41,7 @@ class TargetFacts:
     architectures: tuple[str, ...]
     layers: int
     part: Callable[[str], Tensor]
-    hidden: int | None = None  # of its states, if the config states it
+    sizes: Sizes = (None, None)
 
 
 def facts_of(target: LanguageModel) -> TargetFacts:
@@ -53,7 +54,7 @@ def facts_of(target: LanguageModel) -> TargetFacts:
             raise ValueError(f"{target.name} runs through transformers, so the weight of its final norm is not known")
         return target.norm.gain()
 
-    return TargetFacts(target.name, (), target.config.layers, part)
+    return TargetFacts(target.name, (), target.config.layers, part, (target.config.hidden, target.vocab))
 
 
 class Meaning:
@@ -155,9 +156,9 @@ class Family:
         own = meaning.own_embedding and EMBEDDING in tensors
         return tensors[EMBEDDING].to(target.device, target.dtype) if own else target.embed.weight
 
-    def check_sizes(self, meaning: Any, target: Any, name: str) -> None:
-        """Raise ValueError if the drafter was trained for a target of another hidden size or vocabulary."""
-        check_target(meaning.shape.hidden, meaning.vocab or target.vocab, target, name)
+    def sizes(self, meaning: Any) -> Sizes:
+        """Hidden size and vocabulary of the target that the drafter was trained for."""
+        return meaning.shape.hidden, meaning.vocab
 
     def check(self, meaning: Any, tensors: Tensors, target: Any, name: str) -> None:
         """Raise ValueError for anything else in the meaning that does not fit the target."""
@@ -167,7 +168,8 @@ class Family:
 
         No weight is drawn that is then read: of large heads that would take seconds.
         """
-        self.check_sizes(meaning, target, name)  # first: faults may follow from a target of another size
+        # First, as faults may follow from a target of another size.
+        check_target(self.sizes(meaning), (target.config.hidden, target.vocab), name)
         check_faults(self.faults(meaning, tensors), name)
         self.check(meaning, tensors, target, name)
         check_shapes(name, tensors, self.expected(meaning, tensors))
@@ -270,12 +272,12 @@ def check_faults(faults: list[str], name: str) -> None:
         raise ValueError(f"{name}: {faults[0]}")
 
 
-def check_target(hidden: int | None, vocab: int | None, target, name: str) -> None:
-    """Raise ValueError, with the two numbers, unless hidden size and vocabulary are the target's."""
-    if hidden != target.config.hidden:
-        raise ValueError(f"{name}: the drafter's hidden size is {hidden}, the target's is {target.config.hidden}")
-    if vocab != target.vocab:
-        raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {target.vocab}")
+def check_target(trained_for: Sizes, target: Sizes, name: str) -> None:
+    """Raise ValueError, with both numbers, if hidden size or vocabulary, where stated, differ from the target's."""
+    words = ("the drafter's hidden size is", "the drafter is for a vocabulary of")
+    for said, its, others in zip(words, trained_for, target, strict=True):
+        if None not in (its, others) and its != others:
+            raise ValueError(f"{name}: {said} {its}, the target's is {others}: give the target that it was trained for")
 
 
 def differences(family: Family, meaning, tensors: Tensors) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
 from specdec.drafters.formats import EMBEDDING, FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
-from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, facts_of
+from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, check_target, facts_of
 from specdec.drafters.formats.eagle import TOKEN_MAP
 from specdec.drafters.formats.maps import with_head
 from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
@@ -119,10 +119,7 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: Where |
     meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None
     if target is not None:
         facts = read_facts(target)
-        width, hidden = getattr(meaning, "tap_width", None), facts.hidden
-        if width and hidden and width != hidden:
-            sizes = f"{checkpoint.path} reads hidden states of size {width}, and {target} has size {hidden}"
-            raise ValueError(f"{sizes}: give the target that the drafter was trained for")
+        check_target(checkpoint.family.sizes(meaning), facts.sizes, checkpoint.path)
         meaning, tensors = _with_head(meaning, tensors, layout, facts)
     elif meaning.taps and layout.names_layers:
         raise ValueError("the drafter lists its taps, and their names depend on the target's depth: give --target")
@@ -142,11 +139,12 @@ def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts) -
 def read_facts(target: Where) -> TargetFacts:
     """Name, architecture and depth of a target, from its config alone; its parts are read when they are asked for."""
     config = read_json(resolve(target) / "config.json")
-    layers = text_config(config).get("num_hidden_layers")
+    stated = text_config(config)
+    layers = stated.get("num_hidden_layers")
     if not isinstance(layers, int):
         raise ValueError(f"{target} is not a target: its config.json states no num_hidden_layers")
-    part, hidden = partial(_part, target, config), text_config(config).get("hidden_size")
-    return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, part, hidden)
+    sizes, part = (stated.get("hidden_size"), stated.get("vocab_size")), partial(_part, target, config)
+    return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, part, sizes)
 
 
 def _part(target: Where, config: dict, name: str) -> Tensor:

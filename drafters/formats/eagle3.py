@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from specdec.contracts import Drafter
 from specdec.drafters.eagle3 import Eagle3, Eagle3Forward
-from specdec.drafters.formats.base import EMBEDDING, Family, Meaning, Reading, Tensors, check_target
+from specdec.drafters.formats.base import EMBEDDING, Family, Meaning, Reading, Sizes, Tensors
 from specdec.drafters.formats.maps import describe_vocab, map_fault, map_readings, read_vocab
 from specdec.drafters.formats.parts import describe_shape, layer_parameters, shape_faults
 from specdec.drafters.layers import DraftShape, SharedHead
@@ -119,8 +119,8 @@ class Eagle3Family(Family):
         return vocab
 
     @override
-    def check_sizes(self, meaning: Eagle3Meaning, target, name: str) -> None:
-        check_target(meaning.tap_width, meaning.vocab, target, name)
+    def sizes(self, meaning: Eagle3Meaning) -> Sizes:
+        return meaning.tap_width, meaning.vocab
 
     @override
     def check(self, meaning: Eagle3Meaning, tensors: Tensors, target, name: str) -> None:

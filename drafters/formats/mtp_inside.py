@@ -18,6 +18,7 @@ from specdec.drafters.formats.base import (
     Layout,
     Meaning,
     Reading,
+    Sizes,
     TargetFacts,
     Tensors,
     check_faults,
@@ -160,7 +161,7 @@ class InsideFamily(Family):
         """
         shape = _shape(meaning.config, name)
         check_faults(shape_faults(shape), name)
-        check_target(shape.hidden, meaning.config["vocab_size"], target, name)
+        check_target(self.sizes(meaning), (target.config.hidden, target.vocab), name)
         drafter = _empty(meaning, tensors, name, target.config.layers, target.embed.weight, target.head.weight)
         copies = tuple(key for key in tensors if key.endswith(COPIES))
         parameters = _parameters(drafter, meaning.kind, tensors, name)
@@ -168,6 +169,10 @@ class InsideFamily(Family):
             tensors = {k: v + 1 if v.ndim == 1 else v for k, v in tensors.items()}  # only norms are vectors there
         fill(parameters, tensors, name, "its MTP head", optional=copies)
         return drafter
+
+    @override
+    def sizes(self, meaning: InsideMeaning) -> Sizes:
+        return meaning.config["hidden_size"], meaning.config["vocab_size"]
 
     def expected(self, meaning: InsideMeaning, tensors: Tensors) -> dict[str, torch.Size]:
         """Raises ValueError as `construct` does."""

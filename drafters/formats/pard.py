@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from specdec.drafters.formats.base import Family, Layout, Meaning, TargetFacts, Tensors
+from specdec.drafters.formats.base import Family, Layout, Meaning, Sizes, TargetFacts, Tensors
 from specdec.drafters.formats.parts import BLOCK, block_doubts, describe_rope, dtype_name
 from specdec.drafters.pard import Pard, PardForward
 from specdec.drafters.vocab import DraftVocab
@@ -71,14 +71,13 @@ class PardFamily(Family):
     def taps(self, meaning: PardMeaning, layers: int) -> tuple[int, ...]:
         return tuple(layers + 1 + layer for layer in meaning.layers)
 
-    def check_sizes(self, meaning: PardMeaning, target, name: str) -> None:
-        """Nothing: a draft model has a width of its own, and `check` reads its config."""
+    def sizes(self, meaning: PardMeaning) -> Sizes:
+        """Only the vocabulary: a draft model has a width of its own."""
+        return None, meaning.config.get("vocab_size")
 
     @override
     def check(self, meaning: PardMeaning, tensors: Tensors, target, name: str) -> None:
-        vocab, depth = read_config(meaning.config, name).vocab, target.config.layers
-        if vocab != target.vocab:
-            raise ValueError(f"{name}: the drafter is for a vocabulary of {vocab}, the target's is {target.vocab}")
+        depth = target.config.layers
         taps = self.taps(meaning, depth)
         check_taps(taps, depth)
         given = len(taps) * target.config.hidden

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from specdec import own
 from specdec.contracts import Drafter
-from specdec.drafters.formats.base import Family, Layout, Meaning, Tensors, check_target
+from specdec.drafters.formats.base import Family, Layout, Meaning, Sizes, Tensors, check_target
 from specdec.drafters.formats.parts import fill
 from specdec.drafters.vocab import DraftVocab
 
@@ -44,8 +44,8 @@ class RecipeFamily(Family):
     def construct(self, meaning: RecipeMeaning, tensors: Tensors, target, name: str) -> Drafter:
         """Make a drafter again by its recipe. Refused unless every tensor fits."""
         config = meaning.config
-        recipe, vocab = dict(config["recipe"]), config.get("vocab_size")
-        check_target(config.get("hidden_size"), vocab, target, name)
+        recipe = dict(config["recipe"])
+        check_target(self.sizes(meaning), (target.config.hidden, target.vocab), name)
         named = str(recipe.pop("_target_", ""))
         create = _creator(named, name)
         try:
@@ -56,6 +56,10 @@ class RecipeFamily(Family):
         fill(dict(drafter.named_parameters()), tensors, name, named, self.optional)
         drafter.recipe = config["recipe"]
         return drafter
+
+    @override
+    def sizes(self, meaning: RecipeMeaning) -> Sizes:
+        return meaning.config.get("hidden_size"), meaning.config.get("vocab_size")
 
     def dismantle(self, drafter: Drafter, target) -> tuple[RecipeMeaning, Tensors]:
         """Raises ValueError for a drafter without a recipe, which its maker leaves in `drafter.recipe`."""

@@ -1,10 +1,10 @@
 """The traps of published checkpoints: each test holds the right reading against the wrong one."""
 
+import json
 from functools import partial
 
 import pytest
 import torch
-from helpers import save_hf
 from published import CONFIG, NESTED, H, V, make_target, mtp_shapes, publish, random_tensors, written
 
 from specdec.drafters.formats import load_drafter
@@ -141,8 +141,14 @@ def test_a_tied_targets_head_is_its_embedding(case):
         assert torch.equal(case(name, target).head.weight, target.embed.weight)
 
 
-def test_an_export_refuses_a_target_of_another_size(tmp_path):
-    save_hf(tmp_path / "target", "llama", num_hidden_layers=8)
-    with pytest.raises(ValueError, match=r"demo/eagle3 reads hidden states of size 384, .* give the target"):
-        export("demo/eagle3", tmp_path / "out", "vllm", tmp_path / "target")
+@pytest.mark.parametrize("drafter", ["demo/eagle2", "demo/eagle3"])
+@pytest.mark.parametrize(
+    ("hidden", "said"),
+    [(48, "hidden size is 384, .* is 48"), (384, "vocabulary of 8192, .* is 320")],
+)
+def test_an_export_refuses_a_target_of_another_size(tmp_path, drafter, hidden, said):
+    config = {"num_hidden_layers": 8, "hidden_size": hidden, "vocab_size": 320}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{drafter}: the drafter.*{said}: give the target that it was trained for"):
+        export(drafter, tmp_path / "out", "vllm", tmp_path)
     assert not (tmp_path / "out").exists()

@@ -31,6 +31,8 @@ def only_writer(out: Path | str, inside: bool = False, wait: bool = False) -> It
             print(f"note: {_owner(path)}, which wrote {out}, has ended; this process goes on", file=sys.stderr)
         path.write_text(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
     except Timeout:
+        if not path.exists():  # a file system that has no files of ours
+            raise ValueError(f"cannot write {out}: no file can be made in {path.parent}") from None
         owner = _owner(path)
         raise ValueError(f"{out} is being written by {owner}: wait for it, end it, or choose another place") from None
     except OSError as error:

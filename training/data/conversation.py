@@ -80,12 +80,13 @@ def _message(turn: dict) -> Message:
     role = turn.get("from", turn.get("role"))
     if not isinstance(role, str) or role not in SPEAKERS:
         raise ValueError(f"a turn by {shown(role)}; known are {', '.join(SPEAKERS)}")
-    if not {"value", "content"} & turn.keys():
+    given = turn.get("value", turn.get("content"))
+    if given is None and not any(turn.get(name) for name in CARRIED):  # calls of tools have no content
         raise ValueError(f"a turn by {role!r} has neither 'value' nor 'content'")
     for name in UNUSED:
         if turn.get(name):
             raise ValueError(f"the field {name!r} of a turn is not supported: remove it, or leave the record out")
-    content = _content(turn.get("value", turn.get("content")))
+    content = _content(given)
     message: Message = {"role": SPEAKERS[role], "content": content}
     if role == "function_call":  # LLaMA-Factory's form: the value is the call
         call = _json(content, "function_call") if isinstance(content, str) else None

@@ -77,7 +77,7 @@ def read_newest(out: Path, warn: bool = True) -> tuple[Path, dict]:
     """Path and state, on the CPU, of the newest sound checkpoint. A warning names each newer one that is damaged."""
     paths = checkpoints(out)
     if not paths:
-        raise ValueError(f"nothing to resume: {out / FOLDER} holds no checkpoint")
+        raise ValueError(f"nothing to resume: {out / FOLDER} holds no checkpoint: leave out resume=true to begin")
     for path in reversed(paths):
         try:
             return path, read_checkpoint(path)

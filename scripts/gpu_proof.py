@@ -59,7 +59,7 @@ SIZES = {
 }
 SHAPES = ("llama_3_1_8b", "llama_3_2_1b", "qwen3_1_7b", "gemma3_1b")
 TINY = {
-    "tests": "-n 2 tests/engine/test_gpu.py",
+    "tests": "-n 2 tests/engine/test_gpu_graphs.py",
     "target": "--vocab-size 320 --hidden-size 64 --layers 4 --length 256 --batch-tokens 1024 --heldout 2 "
     "--tokens 40000 --eager",
     "answers": "--limit 24 --batch-size 8 --max-new-tokens 16 --shard-size 8",

@@ -23,8 +23,7 @@ from specdec.model.checkpoint import (
     read_tensors,
     whole,
 )
-from specdec.model.config_fields import check_config
-from specdec.model.generation_config import ends_of, note_generation, read_eos
+from specdec.model.config_fields import check_config, ends_of, note_generation, read_eos
 from specdec.model.language_model import LanguageModel
 from specdec.model.names import resolve
 from specdec.model.target import SandwichBlock, Target

@@ -22,8 +22,7 @@ from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, 
 from specdec.drafters.formats.eagle import TOKEN_MAP
 from specdec.drafters.formats.maps import with_head
 from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
-from specdec.model.archs import read_config
-from specdec.model.archs.wrapped import inner_name, text_config
+from specdec.model.archs import inner_name, read_config, text_config
 from specdec.model.checkpoint import read_headers, read_tensors, round_rows, write_folder
 from specdec.model.names import resolve
 from specdec.model.weight_files import read_json

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from specdec.model.archs import ModelConfig, NotNative, read_config
-from specdec.model.archs.wrapped import is_wrapped, set_aside, text_config, text_name
+from specdec.model.archs import ModelConfig, NotNative, is_wrapped, read_config, set_aside, text_config, text_name
 from specdec.model.checkpoint import (
     StrictFill,
     check_device,

@@ -101,8 +101,7 @@ def read_yaml(path: str | os.PathLike, what: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    file = Path(path)
-    text = read_text(file, what)
+    text = read_text(Path(path), what)
     check_yaml(text, str(path))
     try:
         content = OmegaConf.load(io.StringIO(text))

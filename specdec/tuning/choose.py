@@ -118,8 +118,7 @@ def choose_tree(
         own = TreeTimer(target, drafter, Sampling(temperature), abstain=False, compile=compile)
         return lambda tree, rounds: tuple(np.mean(own.seconds(tree, batch, rounds), 0))
 
-    chains = target.chains_only or drafter.chains_only
-    trees = candidates(acceptance, drafter, temperature, batch, chains)
+    trees = candidates(acceptance, drafter, temperature, batch, target.chains_only or drafter.chains_only)
     choice = choose(trees, timer(False), timer(True) if compile else None)
     if not choice.busy:
         place.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
@@ -141,8 +140,7 @@ def candidates(
         for paths in shapes:
             tree = tree_of(paths)
             if tree not in found:
-                tau = acceptance.tau(paths, temperature, batch)
-                found[tree] = Candidate(tree, tau, Kind.of(tree))
+                found[tree] = Candidate(tree, acceptance.tau(paths, temperature, batch), Kind.of(tree))
     return list(found.values())
 
 

@@ -114,8 +114,7 @@ def prove_rollback(
     for group in [prompts] if together else [[prompt] for prompt in prompts]:
         for accepted in range(DRAFTS):
             first = script(group, accepted, target.vocab, seed + accepted)
-            second = first.other(seed + accepted, target.vocab)
-            runs = play(target, first), play(target, second)
+            runs = play(target, first), play(target, first.other(seed + accepted, target.vocab))
             for row in range(len(group)):
                 _judge(target, first, runs, row, proof)
     return proof

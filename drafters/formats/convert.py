@@ -112,8 +112,7 @@ def _noted(said: list[str]) -> Iterator[None]:
 def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: Where | None, int8: bool = False) -> None:
     if folder.resolve() == resolve(checkpoint.path).resolve():
         raise ValueError(f"{folder} is the checkpoint itself; choose another folder to write to")
-    wrong = checkpoint.problems()
-    if wrong:
+    if wrong := checkpoint.problems():
         raise ValueError(f"{checkpoint.path} does not load, so it cannot be converted: {wrong[0]}")
     meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None
     if target is not None:

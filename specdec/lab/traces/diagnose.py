@@ -220,8 +220,7 @@ def _binned(name: str, seen: list[tuple[float, bool]], edges: Sequence[float]) -
     """Means of what was seen, and shares accepted, of the bins that are not empty."""
     out = []
     for low, high in pairwise(edges):
-        group = [(value, taken) for value, taken in seen if low <= max(value, 0.0) < high]
-        if group:
+        if group := [(value, taken) for value, taken in seen if low <= max(value, 0.0) < high]:
             mean, share = (sum(x) / len(group) for x in zip(*group, strict=True))
             out.append({name: mean, "accepted": share, "count": len(group)})
     return out

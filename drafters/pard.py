@@ -20,7 +20,8 @@ from specdec.drafters.draft_model import load_model
 from specdec.drafters.layers import SharedHead, mask_row, shape_like
 from specdec.drafters.parallel import ParallelDrafter
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.archs import read_config, rope_fields
+from specdec.model.archs import read_config
+from specdec.model.archs.base import rope_fields
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.cache import KVCache
 from specdec.model.language_model import LanguageModel

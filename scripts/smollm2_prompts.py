@@ -162,8 +162,7 @@ def main() -> None:
     for name in ("conversations", "books", "bench", "out"):
         p.add_argument(f"--{name}", type=Path, required=True)
     args, rng = p.parse_args(), random.Random(52)
-    seen = benchmark_signatures(args.bench)
-    asked = questions(args.conversations, seen, rng)
+    asked = questions(args.conversations, benchmark_signatures(args.bench), rng)
     tasks = [[f"Write a Python function that {v} {thing}. Explain it briefly."] for v in VERBS for thing in OBJECTS]
     topics = [[f"{start} {topic}."] for start in WRITE for topic in TOPICS]
     write([*asked, *passages(args.books, 2000, rng), *functions(700, rng), *tasks, *topics], args.out, rng)

@@ -13,7 +13,6 @@ from torch import nn
 from specdec.children import KINDS
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
-from specdec.engine.compatibility import most_steps
 from specdec.model.language_model import LanguageModel
 from specdec.model.loader import is_transformers, load_target
 from specdec.schema import check_value, nearest, shown, typed
@@ -112,8 +111,7 @@ def as_tree(tree: Any, drafter: Drafter | None, **words: int | None) -> TreePoli
             raise ValueError(f"tree must be the three numbers topk, steps, num_draft_tokens, got {shown(tree)}")
         return make_tree(*tree)
     if tree is None and drafter is not None:
-        usual: dict[str, Any] = {"steps": min(STEPS, most_steps(drafter) or STEPS)}
-        return make_tree(**usual | given)
+        return make_tree(**{"steps": drafter.deepest(STEPS)} | given)
     if tree is None and given:
         raise ValueError(f"{next(iter(given))} is of the draft tree: give a drafter too")
     if tree is not None and not hasattr(tree, "grow"):

@@ -72,8 +72,7 @@ def points() -> set[str]:
 
 def find(group: str, text: str) -> Callable | None:
     """Return the class or function of a FILE.py:NAME or an entry point; None for another text. Raises ValueError."""
-    found = FORM.fullmatch(text)
-    if found is None:
+    if (found := FORM.fullmatch(text)) is None:
         point = next(iter(_entry_points(group=POINTS[group], name=text)), None)
         if point is None:
             return None

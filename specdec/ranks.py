@@ -63,8 +63,7 @@ def largest(values: list[int]) -> list[int]:
     import torch
     from torch import distributed
 
-    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
-    shared = torch.tensor(values, device=device)
+    shared = torch.tensor(values, device="cuda" if distributed.get_backend() == "nccl" else "cpu")
     distributed.all_reduce(shared, distributed.ReduceOp.MAX)
     return shared.tolist()
 

@@ -7,7 +7,6 @@ import sysconfig
 from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,7 @@ def named(group: str, dotted: str) -> Callable:
 
 def target(group: str, name: str) -> Any:
     """Return the class or function that conf/GROUP/NAME.yaml names as its `_target_`."""
-    module, _, attribute = settings(group, name)["_target_"].rpartition(".")
-    return getattr(import_module(module), attribute)
+    return pkgutil.resolve_name(settings(group, name)["_target_"])
 
 
 def make(group: str, name: str, **changes: Any) -> Any:
@@ -103,8 +101,7 @@ def read_yaml(path: str | os.PathLike, what: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    file = Path(path)
-    text = read_text(file, what)
+    text = read_text(Path(path), what)
     check_yaml(text, str(path))
     try:
         content = OmegaConf.load(io.StringIO(text))

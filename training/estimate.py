@@ -97,8 +97,7 @@ def warnings(report: dict) -> list[str]:
         found.append("the rollouts of data.on_policy are not in these figures: neither their text nor their time")
     if report["run_disk"] > free:
         found.append(f"the run's checkpoints take {size(report['run_disk'])}, and the disk has {size(free)} free")
-    too_large = [f"{c['store']}/{c['keep']}" for c in report["cache"] if c["bytes"] > free]
-    if too_large:
+    if too_large := [f"{c['store']}/{c['keep']}" for c in report["cache"] if c["bytes"] > free]:
         found.append(f"of the caches {', '.join(too_large)} do not fit on the disk, which has {size(free)} free")
     peak = max(report["peak_measured"] or 0, report["peak_from_shapes"])
     if report["free_memory"] is not None and peak > report["free_memory"]:

@@ -36,7 +36,7 @@ from specdec.drafters.formats.base import EMBEDDING, Family, Layout, Meaning, Te
 from specdec.drafters.formats.maps import map_doubts, read_token_map
 from specdec.drafters.layers import restrict
 from specdec.model import checkpoint as weights
-from specdec.model.archs.wrapped import text_config
+from specdec.model.archs import text_config
 from specdec.model.checkpoint import (
     DRAFT_DTYPES,
     holds_int8,

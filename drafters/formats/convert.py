@@ -22,8 +22,7 @@ from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, 
 from specdec.drafters.formats.eagle import TOKEN_MAP
 from specdec.drafters.formats.maps import with_head
 from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
-from specdec.model.archs import read_config
-from specdec.model.archs.wrapped import inner_name, text_config
+from specdec.model.archs import inner_name, read_config, text_config
 from specdec.model.checkpoint import read_headers, read_tensors, round_rows, write_folder
 from specdec.model.names import resolve
 from specdec.model.weight_files import read_json
@@ -113,8 +112,7 @@ def _noted(said: list[str]) -> Iterator[None]:
 def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: Where | None, int8: bool = False) -> None:
     if folder.resolve() == resolve(checkpoint.path).resolve():
         raise ValueError(f"{folder} is the checkpoint itself; choose another folder to write to")
-    wrong = checkpoint.problems()
-    if wrong:
+    if wrong := checkpoint.problems():
         raise ValueError(f"{checkpoint.path} does not load, so it cannot be converted: {wrong[0]}")
     meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None
     if target is not None:

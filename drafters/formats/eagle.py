@@ -158,8 +158,7 @@ def write_sglang(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | 
     Without one in the file, SGLang's bias stays random. The fields `bias` and `attention_bias` of a config add biases
     to q, k, v and the attention output in SGLang.
     """
-    dtype = tensors["fc.weight"].dtype
-    tensors = {"fc.bias": torch.zeros(meaning.shape.hidden, dtype=dtype)} | tensors
+    tensors = {"fc.bias": torch.zeros(meaning.shape.hidden, dtype=tensors["fc.weight"].dtype)} | tensors
     config, tensors = write(meaning, tensors, target)
     del config["bias"]
     if meaning.qkv_bias:

@@ -92,8 +92,7 @@ def _taps(config: dict, name: str) -> tuple[int, ...] | None:
     """
     if config.get("taps") is not None:
         return check_list(config["taps"], name)
-    outputs = (config.get("eagle_config") or {}).get(LAYER_IDS)
-    if outputs:
+    if outputs := (config.get("eagle_config") or {}).get(LAYER_IDS):
         return tuple(i + 1 for i in check_list(outputs, name))
     inputs = config.get(LAYER_IDS)
     return check_list(inputs, name) if inputs else None

@@ -10,7 +10,7 @@ from specdec.drafters.formats import damaged, open_checkpoint, recognise
 from specdec.drafters.formats.base import Family
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.archs.wrapped import text_config
+from specdec.model.archs import text_config
 from specdec.model.checkpoint import read_headers
 from specdec.model.names import resolve
 from specdec.model.weight_files import read_json

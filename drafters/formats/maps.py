@@ -61,8 +61,7 @@ def read_vocab(tensors: Tensors, size: int, name: str) -> DraftVocab:
 
     Raises ValueError if d2t names no tokens of the target, or others than t2d does.
     """
-    fault = map_fault(tensors, size)
-    if fault:
+    if fault := map_fault(tensors, size):
         raise ValueError(f"{name}: {fault}")
     return DraftVocab(size, ids_of(tensors["d2t"]) if "d2t" in tensors else None)
 
@@ -78,8 +77,7 @@ def describe_vocab(tensors: Tensors, vocab: int, draft_vocab: int) -> str:
     if "d2t" not in tensors:
         return f"all {vocab} target tokens, no map"
     share = f"{draft_vocab} of {vocab} target tokens ({draft_vocab / vocab:.1%})"
-    fault = map_fault(tensors, vocab)
-    if fault:
+    if fault := map_fault(tensors, vocab):
         return f"{share}; BROKEN: {fault}"
     ids = ids_of(tensors["d2t"])
     order = "ascending" if torch.equal(ids, ids.sort().values) else "not ascending"

@@ -159,8 +159,7 @@ class InsideFamily(Family):
         Raises ValueError unless the tensors fit a block of grouped-query attention and a dense or mixture-of-experts
         MLP.
         """
-        shape = _shape(meaning.config, name)
-        check_faults(shape_faults(shape), name)
+        check_faults(shape_faults(_shape(meaning.config, name)), name)
         check_target(self.sizes(meaning), (target.config.hidden, target.vocab), name)
         drafter = _empty(meaning, tensors, name, target.config.layers, target.embed.weight, target.head.weight)
         copies = tuple(key for key in tensors if key.endswith(COPIES))

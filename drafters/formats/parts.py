@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.mtp import MoE
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.archs import read_rope, rope_fields
+from specdec.model.archs.base import read_rope, rope_fields
 from specdec.model.checkpoint import StrictFill, fused, whole
 from specdec.model.config_fields import DIAGNOSED, check_config, head_shape
 from specdec.model.layers import GatedMLP

@@ -85,8 +85,7 @@ def verdict(report: Report) -> str:
         )
     else:
         text = "No other reading does better than the declared one."
-        above = [o for o in _rivals(report) if o.reach > declared.reach]
-        if above:
+        if above := [o for o in _rivals(report) if o.reach > declared.reach]:
             top = max(above, key=lambda o: o.reach)
             text = (
                 f"'{top.name}' came out with tau {top.tau:.2f} and the declared reading with {declared.tau:.2f}, which "

@@ -164,8 +164,7 @@ def check_replaceable(folder: Path, files: Collection[str], kind: str) -> None:
     """Raise ValueError if the folder holds anything but these files, those of `kind` ('a drafter')."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; choose a folder to write to")
-    others = sorted(p.name for p in folder.glob("*") if p.name not in files)
-    if others:
+    if others := sorted(p.name for p in folder.glob("*") if p.name not in files):
         raise ValueError(f"{folder} holds {others[0]}, which is not of {kind}; choose another folder to write to")
 
 

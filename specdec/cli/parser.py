@@ -161,5 +161,4 @@ def with_new_names(prog: str, words: Sequence[str], old: Mapping[str, str]) -> l
 def read_flags(settings: type[Settings], args: argparse.Namespace) -> Settings:
     """The dataclass with what the flags say; fields without a flag keep their defaults. Raises what it raises."""
     given = vars(args)
-    known = fields(cast(Any, settings))
-    return settings(**{f.name: given[f.name] for f in known if f.name in given})
+    return settings(**{f.name: given[f.name] for f in fields(cast(Any, settings)) if f.name in given})

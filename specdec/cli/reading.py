@@ -117,8 +117,7 @@ def place_in_words(place: Sequence[str | int]) -> str:
 def mistake(error: Mapping[str, Any]) -> str:
     """One mistake that pydantic found, in words: the field, what is expected, and what is there."""
     where = place_in_words(error["loc"])
-    reason = error.get("ctx", {}).get("error")
-    if reason is not None:
+    if (reason := error.get("ctx", {}).get("error")) is not None:
         return f"{where} {reason}".strip()
     if error["type"] in ("missing", "too_short"):
         return f"{where} is missing" if error["type"] == "missing" else f"{where} is empty; give at least one"

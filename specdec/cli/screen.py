@@ -52,13 +52,13 @@ class Screen(Observer):
             sys.stdout.flush()
 
 
-def draw(tree: DraftTree, path: list[int], decode, row: int = 0) -> str:
-    """Draw the tree of one row: each node's text, the probability of its path, and a star if it was accepted.
+def draw(tree: DraftTree, path: list[int], decode) -> str:
+    """Draw the tree of the first row: each node's text, the probability of its path, and a star if it was accepted.
 
     path: the accepted nodes. decode: maps a token id to text.
     """
-    tokens, parents = tree.tokens[row].tolist(), tree.parents[row].tolist()
-    logq = None if tree.logq is None else tree.logq[row].tolist()
+    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+    logq = None if tree.logq is None else tree.logq[0].tolist()
     children: dict[int, list[int]] = {}
     for node in range(1, len(tokens)):
         children.setdefault(parents[node], []).append(node)

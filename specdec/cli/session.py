@@ -203,8 +203,7 @@ def run_prompts(session: Session) -> Decoded:
             baseline.append(session.run(batch, plain=True, first=start))
     if len(baseline) == len(done) and session.signals.asked:
         baseline = baseline[:-1]  # the signal came while it was made
-    turns = take_turns(session, done + baseline) if args.compare else []
-    return Decoded(done, baseline, turns)
+    return Decoded(done, baseline, take_turns(session, done + baseline) if args.compare else [])
 
 
 def take_turns(session: Session, first: list[Generation]) -> list[tuple[float, float]]:

@@ -61,8 +61,7 @@ def summarise(session: Session, decoded: Decoded) -> dict:
         summary |= dict(zip(names, speedups[(len(speedups) - 1) // 2], strict=True))
         summary["speedups"] = [speedup for speedup, *_ in speedups]
         same = [a.tokens == b.tokens for a, b in zip(drafted.rows, plain.rows, strict=True)]
-        asked = session.sampling.greedy or session.verifier.couples
-        summary["identical"] = all(same) if asked else None
+        summary["identical"] = all(same) if session.sampling.greedy or session.verifier.couples else None
         summary["identical_rows"], summary["compared_rows"] = sum(same), len(same)
     return summary
 

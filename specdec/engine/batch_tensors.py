@@ -62,9 +62,9 @@ class BatchTensors:
         self.left = self.all_left[:rows]  # [W] how many tokens each row may still add
         self.itself = self.all_ones[:rows]  # [W,1,1] the mask of a plain round's only position
         if self.fixed:
-            self.cache.resize(rows)
+            self.cache.use(0, rows)
             if self.draft_cache is not None:
-                self.draft_cache.resize(rows)
+                self.draft_cache.use(0, rows)
             self.root = self.all_roots[:rows]
             if self.all_states is not None:
                 self.state = self.all_states.rows(slice(rows))

@@ -27,19 +27,14 @@ def checked(target: LanguageModel, drafter: Drafter, policy: TreePolicy, verifie
     for what, part in (("target", target), ("draft model", drafter)):
         if part.chains_only and policy.topk > 1:
             raise ValueError(f"this {what} has recurrent layers, which take chains only, and {children}")
-    policy, most = over_block(drafter, policy), most_steps(drafter)
-    if most is not None and policy.steps > most:
+    policy = over_block(drafter, policy)
+    if policy.steps > (most := drafter.deepest(policy.steps)):
         raise ValueError(f"steps is {policy.steps}, but this drafter guesses {most} tokens ahead at most")
     if policy.topk > drafter.vocab.size:
         raise ValueError(f"topk is {policy.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
     if verifier.chains_only and policy.topk > 1:
         raise ValueError(f"{verifier} verifies chains only, and {children}")
     return policy
-
-
-def most_steps(drafter: Drafter) -> int | None:
-    """Return how many tokens ahead a drafter can guess; None for any number."""
-    return min((most for most in (drafter.max_steps, drafter.block) if most is not None), default=None)
 
 
 def over_block(drafter: Drafter, policy: TreePolicy) -> TreePolicy:

@@ -200,8 +200,7 @@ class Graphs:
 
     def finish(self) -> None:
         """Wait until all rounds are compiled that other processes compile."""
-        workshop = getattr(self.backend, "workshop", None)
-        if workshop is not None:
+        if (workshop := getattr(self.backend, "workshop", None)) is not None:
             workshop.finish()
 
     def _signature(self) -> tuple:

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -78,9 +77,7 @@ def read_trace(folder: Path) -> Trace:
         file = folder / name
         if not file.is_file() or _digest(file) != header.sha256.get(name):
             raise ValueError(f"{file} is {'damaged' if file.is_file() else 'missing'}: record the trace anew")
-    found: list[dict[str, Any]]
-    found = [dict(line) | {"seed": tuple(line.seed)} for _, line in _read_lines(folder / ROWS, RowLine)]
-    rows = [TracedRow(**row) for row in found]
+    rows = [TracedRow(**{**dict(line), "seed": tuple(line.seed)}) for _, line in _read_lines(folder / ROWS, RowLine)]
     lines = list(_read_lines(folder / ROUNDS, RoundLine))
     trees = _read_trees(folder / NODES, [line.nodes for _, line in lines])
     for (where, line), tree in zip(lines, trees, strict=True):

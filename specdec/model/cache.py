@@ -40,10 +40,10 @@ class KVCache:
         self.all_starts = torch.arange(rows, device=like.device)[:, None] * slots  # made once: graphs read it
         self.max_len = 0
         self.move = commit(self.memory)
-        self._use(0, rows)
+        self.use(0, rows)
 
-    def _use(self, first: int, count: int) -> None:
-        """Use `count` rows from `first` on.
+    def use(self, first: int, count: int) -> None:
+        """Use `count` rows from `first` on, with their contents.
 
         The views that every forward needs are made here, once: on the CPU a view costs a good part of a small operator.
         """
@@ -53,21 +53,12 @@ class KVCache:
         self.lens = self.all_lens[first : first + count]
         self.row_start = self.all_starts[first : first + count]
 
-    @property
-    def capacity(self) -> int:
-        """Return R, the number of rows that were allocated."""
-        return len(self.all_lens)
-
     def clear(self, batch: int) -> Self:
         """Empty all rows and use the first `batch`. The slots keep their contents, which nothing sees."""
         self.all_lens.zero_()
         self.max_len = 0
-        self._use(0, batch)
+        self.use(0, batch)
         return self
-
-    def resize(self, batch: int) -> None:
-        """Use the first `batch` rows, with their contents."""
-        self._use(0, batch)
 
     def admit(self, first: int, count: int, longest: int) -> Self:
         """Return rows `first` to `first + count - 1`, emptied, as a cache of their own over the same memory.
@@ -75,17 +66,15 @@ class KVCache:
         The returned cache prefills the new rows while other rows decode. From now on this cache uses the new rows too,
         and they hold up to `longest` positions.
         """
-        if first > self.batch or first + count > self.capacity:
-            raise ValueError(
-                f"rows {first} to {first + count - 1} cannot join a cache of {self.batch} rows with room for "
-                f"{self.capacity}"
-            )
-        if first + count > self.batch:
-            self._use(0, first + count)
+        end, room = first + count, len(self.all_lens)
+        if first > self.batch or end > room:
+            raise ValueError(f"rows {first} to {end - 1} cannot join a cache of {self.batch} rows with room for {room}")
+        if end > self.batch:
+            self.use(0, end)
         self.max_len = max(self.max_len, longest)
         part = type(self).__new__(type(self))
         vars(part).update(vars(self), max_len=0)
-        part._use(first, count)
+        part.use(first, count)
         part.lens.zero_()
         return part
 
@@ -110,7 +99,7 @@ class KVCache:
             for row, place in survivors.moves:  # row by row: on the CPU operators with indices take six times as long
                 layer[:, place, : self.max_len] = layer[:, row, : self.max_len]
         self.lens[: survivors.count] = self.lens[survivors.index]
-        self._use(0, survivors.count)
+        self.use(0, survivors.count)
 
     def slots_of(self, offsets: Tensor) -> Tensor:
         """Return flat indices [B*N] of the slots lens + offsets; offsets [N] or [B,N]."""

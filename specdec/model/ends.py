@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from specdec.model.archs import ModelConfig, NotNative, read_config
-from specdec.model.archs.wrapped import text_config, text_name
+from specdec.model.archs import ModelConfig, NotNative, read_config, text_config, text_name
 from specdec.model.checkpoint import check_device, choose_dtype, read_headers, read_tensors
 from specdec.model.layers import ModuleList
 from specdec.model.loader import allocate, load_tokenizer, read_eos

@@ -188,7 +188,7 @@ def _scaling(file: Path, fields: dict) -> dict:
 
 def _divided(divisors: Tensor, fields: dict) -> dict:
     """Return the rope whose frequencies are divided by `divisors` [Dh/2]: Llama 3's if its formula gives them."""
-    from specdec.model.archs import read_rope
+    from specdec.model.archs.base import read_rope
 
     arch, half = fields["general.architecture"], len(divisors)
     theta, factor = fields.get(f"{arch}.rope.freq_base", 10000.0), float(divisors.max())

@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from specdec.cli.files import kept_folder
-from specdec.model.archs.wrapped import inner_name, set_aside
+from specdec.model.archs import inner_name, set_aside
 from specdec.model.checkpoint import ALLOWED, nonfinite, read_headers
 from specdec.model.hf_devices import hold_ends, keep_shares, local, read_map, share
 from specdec.model.hf_family import read_windows
 from specdec.model.hf_target import TransformersTarget
 
-# Names in a checkpoint that wraps the model -> the model's own (`archs.wrapped`).
+# Names in a checkpoint that wraps the model -> the model's own (`archs`).
 INNER_NAMES = {r"^(?:language_model\.model|model\.language_model)\.": "model.", r"^language_model\.": ""}
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from specdec.model.archs import ModelConfig, NotNative, read_config
-from specdec.model.archs.wrapped import is_wrapped, set_aside, text_config, text_name
+from specdec.model.archs import ModelConfig, NotNative, is_wrapped, read_config, set_aside, text_config, text_name
 from specdec.model.checkpoint import (
     StrictFill,
     check_device,
@@ -23,8 +22,7 @@ from specdec.model.checkpoint import (
     read_tensors,
     whole,
 )
-from specdec.model.config_fields import check_config
-from specdec.model.generation_config import ends_of, note_generation, read_eos
+from specdec.model.config_fields import check_config, ends_of, note_generation, read_eos
 from specdec.model.language_model import LanguageModel
 from specdec.model.names import resolve
 from specdec.model.target import SandwichBlock, Target

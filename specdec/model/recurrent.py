@@ -169,8 +169,9 @@ class HybridCache(KVCache):
         self.row_bytes, self.budget = state_bytes(shapes), budget
         super().__init__(len(attention), *sizes, like=like)
 
-    def _use(self, first: int, count: int) -> None:
-        super()._use(first, count)
+    @override
+    def use(self, first: int, count: int) -> None:
+        super().use(first, count)
         self.recurrent = {layer: state.narrow(first, count) for layer, state in self.states.items()}
 
     def plan(self, n: int, lengths: Sequence[int] | None, again: bool) -> Plan:

@@ -223,6 +223,5 @@ class Target(LanguageModel):
 
 def check_taps(taps: Sequence[int], layers: int) -> None:
     """Raise ValueError unless every tap is an index into the target's hidden_states."""
-    bad = [tap for tap in taps if not 0 <= tap <= layers]
-    if bad:
+    if bad := [tap for tap in taps if not 0 <= tap <= layers]:
         raise ValueError(f"the drafter taps hidden state {bad[0]}, but the target has hidden states 0 to {layers} only")

@@ -119,8 +119,7 @@ class Scheduler:
             self.thread.join(timeout)
 
     def _check(self, job: Job) -> None:
-        target = self.engine.target
-        size: dict[str, Any] = {"vocab": target.config.vocab, "context": self.room}
+        size: dict[str, Any] = {"vocab": self.engine.target.config.vocab, "context": self.room}
         make_sequence(job.prompt, job.max_new_tokens, job.sampling, job.seed, None, None, frozenset(), **size)
 
     # The engine's thread
@@ -197,8 +196,7 @@ class Scheduler:
             joining.append(job)
             self.queue.remove(job)
             self.served = job.request
-            served = job.request
-            self.queue.sort(key=lambda other: other.request == served)  # the others of its request go last
+            self.queue.sort(key=lambda other: other.request == self.served)  # the others of its request go last
         for job in joining:
             job.sequence = self.engine.add(job.prompt, **job.how)
             self.running[job.sequence] = job
@@ -250,8 +248,7 @@ class Scheduler:
         with metrics.lock:
             for delta in deltas:
                 if delta.finish is not None:
-                    reason = REASONS.get(delta.finish, delta.finish)
-                    metrics.add("vllm:request_success", finished_reason=reason)
+                    metrics.add("vllm:request_success", finished_reason=REASONS.get(delta.finish, delta.finish))
                     metrics.observe("vllm:e2e_request_latency_seconds", now - delta.job.arrived)
             metrics.set("vllm:num_requests_running", len(self.running))
             metrics.set("vllm:num_requests_waiting", len(self.queue))

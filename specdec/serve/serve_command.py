@@ -48,8 +48,7 @@ def run(args: argparse.Namespace) -> None:
     listener = listen(args.host, args.port)  # before models, which take a while
     with listener:
         service, recorder = apart(make_models, args)
-        hosts = hosts_of(args)
-        app = make_app(service, key, hosts, (args.cors_origins or "").split(","))
+        app = make_app(service, key, hosts_of(args), (args.cors_origins or "").split(","))
         listener.listen()  # before the address is printed, so that a client that reads it can connect
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

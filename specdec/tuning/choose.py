@@ -23,13 +23,14 @@ from functools import partial
 import numpy as np
 
 from specdec.acceptance import Acceptance
+from specdec.cli.files import CachedJson
 from specdec.contracts import Drafter
 from specdec.structs import Sampling
 from specdec.threads import Threads
 from specdec.trees import Tree
 from specdec.trees.optimal import most_nodes, optimal_paths, tree_of
 from specdec.trees.spec import parse_tree, shape_of
-from specdec.tuning.costs import Costs, Kind, Point, cached, identity
+from specdec.tuning.costs import Costs, Kind, Point, identity
 from specdec.tuning.timing import Seconds, TreeTimer, busy, in_turns
 
 NODES = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
@@ -102,7 +103,7 @@ def choose_tree(
             "`specdec tune tree --keep`, or give --topk, --steps and --num-draft-tokens"
         )
     how = {"batch": batch, "temperature": temperature, "compile": compile, "acceptance": acceptance.as_text()}
-    place = cached(identity(target, drafter, **how))
+    place = CachedJson("tuning", identity(target, drafter, **how))
 
     def read(stored: dict) -> Choice:
         tree = stored["choice"]["tree"]
@@ -117,8 +118,7 @@ def choose_tree(
         own = TreeTimer(target, drafter, Sampling(temperature), abstain=False, compile=compile)
         return lambda tree, rounds: tuple(np.mean(own.seconds(tree, batch, rounds), 0))
 
-    chains = target.chains_only or drafter.chains_only
-    trees = candidates(acceptance, drafter, temperature, batch, chains)
+    trees = candidates(acceptance, drafter, temperature, batch, target.chains_only or drafter.chains_only)
     choice = choose(trees, timer(False), timer(True) if compile else None)
     if not choice.busy:
         place.write({"choice": asdict(choice) | {"tree": choice.tree and str(choice.tree)}})
@@ -140,8 +140,7 @@ def candidates(
         for paths in shapes:
             tree = tree_of(paths)
             if tree not in found:
-                tau = acceptance.tau(paths, temperature, batch)
-                found[tree] = Candidate(tree, tau, Kind.of(tree))
+                found[tree] = Candidate(tree, acceptance.tau(paths, temperature, batch), Kind.of(tree))
     return list(found.values())
 
 

@@ -181,17 +181,12 @@ def identity(target, drafter, **what) -> dict:
     } | what
 
 
-def cached(who: Mapping) -> CachedJson:
-    """Return the place in the user's cache folder for what was measured under an identity."""
-    return CachedJson("tuning", who)
-
-
 def cached_costs(who: Mapping, measure: Callable[[], tuple[Costs, bool]], anew: bool = False) -> Costs:
     """Return the costs that are cached under the identity `who`, else measured ones.
 
     measure: returns costs, and whether to cache them. anew: measure even if costs are cached.
     """
-    place = cached(who)
+    place = CachedJson("tuning", who)
 
     def read(used: dict) -> Costs:
         return Costs([Point(Kind(*kind), *rest) for kind, *rest in used["points"]], used["padded"])

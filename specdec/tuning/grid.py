@@ -56,8 +56,7 @@ def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]
 
 def grid_costs(target, drafter, *, remeasure: bool = False, progress: Progress = silent, **how) -> Costs:
     """Return the cached costs of a pair's trees, else measured ones, or with `remeasure` always; see `measure_grid`."""
-    trees = [tree.text for tree in how.get("statics", ())]
-    who = identity(target, drafter, grid=how | {"statics": trees})
+    who = identity(target, drafter, grid=how | {"statics": [tree.text for tree in how.get("statics", ())]})
     return cached_costs(who, lambda: (measure_grid(target, drafter, progress=progress, **how), True), remeasure)
 
 
@@ -90,8 +89,7 @@ def measure_grid(
     timer = TreeTimer(target, drafter, sampling, **TIMED)
 
     def run(tree: Tree | None, context: int, rows: int) -> list[Point]:
-        kind = Kind.of(tree)
-        return [Point(kind, rows, context, *median(timer.seconds(tree, rows, ROUNDS, context)))]
+        return [Point(Kind.of(tree), rows, context, *median(timer.seconds(tree, rows, ROUNDS, context)))]
 
     runs = []
     for rows in batches:

@@ -18,7 +18,7 @@ from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.layers import restrict
 from specdec.engine.adaptive import Fixed, Policy
-from specdec.engine.compatibility import most_steps, over_block
+from specdec.engine.compatibility import over_block
 from specdec.engine.sequence import Sequence
 from specdec.model.archs import ModelConfig
 from specdec.model.layers import round_weights
@@ -132,7 +132,7 @@ def draw_tree(rng: random.Random, drafter: Drafter) -> TreePolicy:
     if drafter.block is not None and not drafter.conditioned:
         kinds.append("block")
     kind = "chain" if drafter.chains_only else rng.choice(kinds)
-    steps = rng.randint(1, min(most_steps(drafter) or 63, rng.choice([1, 2, 4, 8, 63])))
+    steps = rng.randint(1, drafter.deepest(rng.choice([1, 2, 4, 8, 63])))
     topk = rng.randint(1, min(drafter.vocab.size, rng.choice([2, 4, 8])))
     if kind == "chain":
         return Chain(steps)

@@ -9,11 +9,12 @@ import torch
 from helpers import tiny_drafter, tiny_target
 
 from specdec.api import make_tree
+from specdec.cli.files import CachedJson
 from specdec.engine.engine import Engine
 from specdec.trees import Chain
 from specdec.trees.spec import parse_tree
 from specdec.tuning import grid
-from specdec.tuning.costs import PLAIN, Costs, Kind, Point, cached, identity
+from specdec.tuning.costs import PLAIN, Costs, Kind, Point, identity
 from specdec.tuning.grid import grid_costs, measure_grid, probes, useful_trees
 from specdec.tuning.timing import SETTLE, in_turns, time_rounds
 
@@ -155,7 +156,7 @@ def test_costs_are_measured_once_and_anew_where_they_may_differ(pair, calls, tmp
 def test_what_cannot_be_read_is_measured_anew(pair, calls, tmp_path):
     grid_costs(*pair, topks=(1, 2))
     (file,) = tmp_path.rglob("*.json")
-    assert file == cached(identity(*pair, grid={"topks": (1, 2), "statics": []})).file
+    assert file == CachedJson("tuning", identity(*pair, grid={"topks": (1, 2), "statics": []})).file
     for damaged in ('{"points": [{"tree": 3}]}', '{"points"', "[]"):
         file.write_text(damaged)
         grid_costs(*pair, topks=(1, 2))

@@ -55,8 +55,7 @@ class Rollouts:
         """
         self.data, self.settings, self.seed, self.processes = data, settings, seed, processes or Processes()
         self.drafter = drafter.to(target.device, target.dtype).eval()
-        steps = drafter.deepest(settings.steps)
-        tree = make_tree(settings.topk, steps, settings.num_draft_tokens)
+        tree = make_tree(settings.topk, drafter.deepest(settings.steps), settings.num_draft_tokens)
         self.levels = tree.steps
         self.engine = Engine(target, self.drafter, tree, graphs=False)  # weights change with every call
         self.sampling = Sampling(settings.temperature)

@@ -176,8 +176,7 @@ def check_same_run(config: DictConfig, out: Path) -> list[str]:
     names = [name for name in (*before, *(now.keys() - before.keys())) if before.get(name) != now.get(name)]
     names = [name for name in names if name not in gone]
     said = {name: f"{name} was {shown(before.get(name))} and is {shown(now.get(name))}" for name in names}
-    changing = [said[name] for name in names if name not in FREE]
-    if changing:
+    if changing := [said[name] for name in names if name not in FREE]:
         raise ValueError(
             f"{out} holds a run of other settings: {'; '.join(changing)}: give them as they were, or another out="
         )

@@ -95,13 +95,13 @@ class TensorBoard:
 LOGGERS = {"tensorboard": TensorBoard, "wandb": Wandb}
 
 
-def check_loggers(names: Sequence[str], out: Path = Path()) -> None:
+def check_loggers(names: Sequence[str]) -> None:
     """Raise ValueError, one sentence, for a name that is not in `LOGGERS`, and for a package that is not installed."""
     for name in names:
         if name not in LOGGERS:
             raise ValueError(f"there is no logger {name!r}: logger may be {', '.join(LOGGERS)}, or both")
         try:
-            LOGGERS[name](out, {})
+            LOGGERS[name](Path(), {})
         except ImportError:
             raise ValueError(f"logger={name}, but {name} is not installed: pip install 'specdec[{name}]'") from None
 

@@ -130,8 +130,7 @@ class GraphBuilder:
         new = [x for x in tensors_in(self.one.made) if id(x) in self.nodes and id(x) not in outside]
         # Copies: a result may be a view of what the round found.
         self.graph.output(tuple(self.emit(aten.clone.default, (self.nodes[id(x)],)) for x in new))
-        module = fx.GraphModule(torch.nn.Module(), self.graph)
-        return RoundGraph(module, self.inputs, new, self.one.made)
+        return RoundGraph(fx.GraphModule(torch.nn.Module(), self.graph), self.inputs, new, self.one.made)
 
     # What the round finds
 

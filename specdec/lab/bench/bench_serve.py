@@ -213,8 +213,7 @@ def run(args: argparse.Namespace) -> None:
         write_chart(args.chart, run)
     if args.json:
         print(json.dumps(run))
-    bad = sum(point["requests"] - point["valid"] for point in run["loads"])
-    if bad:
+    if bad := sum(point["requests"] - point["valid"] for point in run["loads"]):
         wrong = next(point["wrong"][0] for point in run["loads"] if point["wrong"])
         raise ValueError(f"{bad} answers are not valid, such as: {wrong}")
 

@@ -35,9 +35,9 @@ class OneInAThousand:
 
     lossless = True
 
-    def __init__(self, inner: Verifier, rate: float = 1e-3):
-        """Break the rule `inner` for a share `rate` of the emitted tokens."""
-        self.inner, self.rate, self.owed = inner, rate, 0.0
+    def __init__(self, inner: Verifier):
+        """Break the rule `inner`."""
+        self.inner, self.owed = inner, 0.0
         self.needs_q, self.chains_only = inner.needs_q, inner.chains_only
         self.likeliest_only, self.couples = inner.likeliest_only, inner.couples
         self.generator = torch.Generator().manual_seed(0)
@@ -46,7 +46,7 @@ class OneInAThousand:
         """Verify a tree, then replace some emitted tokens by refused drafts."""
         verdict = self.inner(tree, logits, sampling, noise)
         refused = verdict.n == 1  # the first drafts among them
-        self.owed += self.rate * verdict.n.sum().item()
+        self.owed += 1e-3 * verdict.n.sum().item()
         chance = max(self.owed, 0.0) / max(refused.sum().item(), 1)
         wrong = refused & (torch.rand(len(refused), generator=self.generator) < chance).to(refused.device)
         self.owed -= wrong.sum().item()

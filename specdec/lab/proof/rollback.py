@@ -67,15 +67,15 @@ class Script:
         return found
 
 
-def script(prompts: list[list[int]], drafts: int, accepted: int, vocab: int, seed: int) -> Script:
+def script(prompts: list[list[int]], accepted: int, vocab: int, seed: int) -> Script:
     """Return three rounds for the rows of a test: drafts, none, and drafts again.
 
-    Row r accepts (`accepted` + r) modulo `drafts` of its drafts in the first and the last round, so never all of them.
+    Row r accepts (`accepted` + r) modulo `DRAFTS` of its drafts in the first and the last round, so never all of them.
     """
     generator = torch.Generator().manual_seed(seed)
-    taken = (torch.arange(len(prompts)) + accepted) % drafts
+    taken = (torch.arange(len(prompts)) + accepted) % DRAFTS
     rounds = []
-    for count in (drafts, 0, drafts):
+    for count in (DRAFTS, 0, DRAFTS):
         nodes = torch.randint(vocab, (len(prompts), count + 1), generator=generator)
         rounds.append((nodes, taken + 1 if count else torch.ones_like(taken)))
     return Script(prompts, rounds)
@@ -104,18 +104,17 @@ def play(target, acts: Script) -> tuple[list[list[list[Tensor]]], list[Tensor]]:
 
 
 def prove_rollback(
-    target: LanguageModel, prompts: Sequence[list[int]], *, drafts: int = DRAFTS, together: bool = True, seed: int = 0
+    target: LanguageModel, prompts: Sequence[list[int]], *, together: bool = True, seed: int = 0
 ) -> RollbackProof:
-    """Verify drafts and accept part of them, for every number of accepted drafts from 0 to `drafts` - 1.
+    """Verify drafts and accept part of them, for every number of accepted drafts from 0 to `DRAFTS` - 1.
 
     prompts: token ids, of which the last `LONGEST` are used; together: in one ragged batch, not one by one.
     """
     prompts, proof = [prompt[-LONGEST:] for prompt in prompts], RollbackProof()
     for group in [prompts] if together else [[prompt] for prompt in prompts]:
-        for accepted in range(drafts):
-            first = script(group, drafts, accepted, target.vocab, seed + accepted)
-            second = first.other(seed + accepted, target.vocab)
-            runs = play(target, first), play(target, second)
+        for accepted in range(DRAFTS):
+            first = script(group, accepted, target.vocab, seed + accepted)
+            runs = play(target, first), play(target, first.other(seed + accepted, target.vocab))
             for row in range(len(group)):
                 _judge(target, first, runs, row, proof)
     return proof

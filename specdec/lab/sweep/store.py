@@ -74,8 +74,7 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
         if answers is not None and base is not None and settled:
             r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
     current.sort(key=_order)
-    timings = {r["key"]: times[r["key"]] for r in current}
-    return current, timings, len(folders) - len(current)
+    return current, {r["key"]: times[r["key"]] for r in current}, len(folders) - len(current)
 
 
 def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:
@@ -134,8 +133,7 @@ def write_results(out: Path) -> tuple[list[dict], dict[str, dict], int]:
     with only_writer(out, inside=True, wait=True):
         results, timings, old = collect(out)
         for name, lines in ((RESULTS, results), (TIMINGS, timings.values())):
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            write_text(out / name, text)
+            write_text(out / name, "".join(json.dumps(line) + "\n" for line in lines))
     return results, timings, old
 
 

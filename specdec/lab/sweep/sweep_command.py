@@ -108,5 +108,4 @@ def sweep_in(out: Path, settings: dict, config: DictConfig) -> None:
             with only_writer(out, inside=True, wait=True):
                 write_report(out, results, timings, command=command_line())
             print(f"report: {out / 'report.html'}")
-    found = {"out": str(out)} | counts_of(results)
-    print(json.dumps(found | {"to_be_measured_elsewhere": waiting} | counts))
+    print(json.dumps({"out": str(out)} | counts_of(results) | {"to_be_measured_elsewhere": waiting} | counts))

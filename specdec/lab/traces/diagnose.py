@@ -68,13 +68,13 @@ def _examined(r: TracedRound) -> Iterator[tuple[float, bool]]:
             yield math.exp(min(own, 0.0)), node in path
 
 
-def by_context(rows: Rows, *, resamples: int = 1000, edges: Sequence[int] = CONTEXTS) -> list[dict]:
+def by_context(rows: Rows, *, resamples: int = 1000) -> list[dict]:
     """Tau by the tokens of context that a round began with, with 95 % intervals over questions.
 
     Returns [{"from", "to", "rounds", "value", "low", "high"}] without the bins that have no round.
     """
     out = []
-    for low, high in pairwise((*edges, math.inf)):
+    for low, high in pairwise((*CONTEXTS, math.inf)):
         some = [replace(row, rounds=[r for r in row.rounds if low <= r.context < high]) for row in rows]
         if count := rounds_of(some):
             ends = bootstrap(tau, some, resamples=resamples)[0]
@@ -220,8 +220,7 @@ def _binned(name: str, seen: list[tuple[float, bool]], edges: Sequence[float]) -
     """Means of what was seen, and shares accepted, of the bins that are not empty."""
     out = []
     for low, high in pairwise(edges):
-        group = [(value, taken) for value, taken in seen if low <= max(value, 0.0) < high]
-        if group:
+        if group := [(value, taken) for value, taken in seen if low <= max(value, 0.0) < high]:
             mean, share = (sum(x) / len(group) for x in zip(*group, strict=True))
             out.append({name: mean, "accepted": share, "count": len(group)})
     return out

@@ -91,8 +91,7 @@ def read_sliding(config: dict, default: list[str]) -> dict:
     """Return the fields of ModelConfig for sliding layers. `default`: layer types if the config names none."""
     window = config.get("sliding_window")
     types = config.get("layer_types") or default
-    unknown = set(types) - {"full_attention", "sliding_attention"}
-    if unknown:
+    if unknown := set(types) - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer type {min(unknown)!r} is not supported; supported are full and sliding attention")
     if len(types) != config["num_hidden_layers"]:
         raise ValueError(f"layer_types names {len(types)} layers, num_hidden_layers is {config['num_hidden_layers']}")

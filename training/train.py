@@ -186,7 +186,7 @@ def warn_of_servers(drafter, target: LanguageModel) -> None:
 def run(config: DictConfig) -> None:
     """A run that a signal stops is saved, and ends the process with 128 + its number, as shells have it."""
     trainer = run_through(config)
-    if trainer.step < trainer.config.length and trainer.main and trainer.signals.asked:
+    if trainer.owed and trainer.main:
         sys.exit(trainer.signals.code)
 
 
@@ -247,7 +247,7 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
         warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:
-        if trainer.step >= trainer.config.length:
+        if not trainer.owed:
             print(f"try it: specdec {what_next(config, draft_of(trainer))}")
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": draft_of(trainer), "seconds": round(trainer.seconds, 1)}))

@@ -149,9 +149,12 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_batch(tmp_path, what, mes
     assert read_newest(tmp_path)[1]["step"] == 2
 
 
-@pytest.mark.parametrize(("number", "at", "how"), [(signal.SIGTERM, 3, {"muon_lr": 0.02}), (signal.SIGINT, 4, {})])
+@pytest.mark.parametrize(
+    ("number", "at", "how"),
+    [(signal.SIGTERM, 3, {"muon_lr": 0.02}), (signal.SIGINT, 4, {}), (signal.SIGTERM, 6, {})],
+)
 def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at, how):
-    """A due evaluation is done when the run continues: held-out batches after step 4, none after step 3."""
+    """A due evaluation is done when the run continues: held-out batches after steps 4 and 6, none after step 3."""
 
     def interrupt(loss):
         os.kill(os.getpid(), number)

@@ -115,7 +115,7 @@ SHORT = ("trainer.steps=3", "trainer.batch_tokens=100", "trainer.eval_batches=1"
 @pytest.fixture
 def begun(target_path, tmp_path, monkeypatch):
     """A function that runs with changes, and returns standard error where the exit code is right, in a folder in which
-    a run was stopped by `number` after its second step."""
+    a run was stopped by `number` after step `at`."""
     out = tmp_path / "run"
     data = write_rows(tmp_path / "data.jsonl", *({"messages": c} for c in CONVERSATIONS))
 
@@ -125,16 +125,16 @@ def begun(target_path, tmp_path, monkeypatch):
         assert done.returncode == code, done.stderr
         return done.stderr
 
-    def begin(number, code):
+    def begin(number, code, at=2):
         def step(self, group, original=Trainer._step):
-            if self.step == 1:
+            if self.step == at - 1:
                 os.kill(os.getpid(), number)
             return original(self, group)
 
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_step", step)
-            assert "stopped after step 2; resume=true goes on" in run(code=code)
-        assert [path.name for path in checkpoints(out)] == ["step-00000002.pt"]
+            assert f"stopped after step {at}; resume=true goes on" in run(code=code)
+        assert checkpoints(out)[-1].name == f"step-{at:08d}.pt"
 
     run.begin, run.data, run.out = begin, data, out
     return run
@@ -153,6 +153,13 @@ def test_a_signal_saves_and_other_settings_are_reported_or_refused(begun):
     assert "has learnt other conversations than data.path gives now" in begun("resume=true", code=2)
     begun.data.write_text("\n".join(lines))
     assert "note: trainer.log_every was 1 and is 3\n" in begun("resume=true", "trainer.log_every=3")
+
+
+def test_a_signal_in_the_last_step_stops_the_run_before_its_evaluation(begun):
+    begun.begin(signal.SIGTERM, 143, at=3)
+    assert read_log(begun.out / "log.jsonl")[-1]["split"] == "train"
+    begun("resume=true")
+    assert read_log(begun.out / "log.jsonl")[-1]["split"] == "heldout"
 
 
 def test_a_run_of_an_older_version_goes_on(begun):

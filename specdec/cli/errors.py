@@ -40,8 +40,11 @@ class StopSignals:
 
     @property
     def code(self) -> int:
-        """The exit code of a process that a signal has ended, as shells have it: 130 or 143."""
-        return 128 + ((self.agreed if self.shared else self.number) or 0)
+        """The exit code of a process that a signal has ended, as shells have it: 130 or 143.
+
+        It is 143 if another process got the signal.
+        """
+        return 128 + ((self.agreed if self.shared else self.number) or signal.SIGTERM)
 
     def meet(self, emitted: list[list[int]]) -> None:
         """Called after each round with its tokens. Raises ValueError if not all processes have the same ones."""

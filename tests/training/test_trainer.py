@@ -120,8 +120,8 @@ def test_averages_know_where_packed_conversations_end(tmp_path):
 class Disturbed(Eagle3Objective):
     """Does something else at its n-th call while training."""
 
-    def __init__(self, call: int, what):
-        super().__init__(steps=2)
+    def __init__(self, call: int, what, **how):
+        super().__init__(steps=2, **how)
         self.left, self.what = call, what
 
     def __call__(self, drafter, **features):
@@ -161,11 +161,14 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at, how)
         os.kill(os.getpid(), number)  # launchers send more than one
         return loss
 
-    before = signal.getsignal(number)
-    trainer(tmp_path / "cut", objective=Disturbed(at, interrupt), **how).train()
+    def begin(out):
+        return trainer(out, objective=Eagle3Objective(steps=2, **parts), **how)
+
+    before, parts = signal.getsignal(number), {"then": {"tokens": 1.0}, "switch": 0.4}
+    trainer(tmp_path / "cut", objective=Disturbed(at, interrupt, **parts), **how).train()
     assert signal.getsignal(number) is before
     assert f"stopped after step {at}; resume=true goes on" in capsys.readouterr().err
-    assert_goes_on(partial(trainer, **how), tmp_path / "cut", at)
+    assert_goes_on(begin, tmp_path / "cut", at)
 
 
 def one_bit_changed(content: bytes) -> bytes:

@@ -104,6 +104,7 @@ class Trainer:
 
     def _run(self) -> dict:
         config, asked = self.config, False
+        self.objective.progress = (self.step - 1) / config.length  # as in the last step, for a due evaluation
         metrics = self._look() if self.owed else {}
         self.owed = False
         groups = self._groups()

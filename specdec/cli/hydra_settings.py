@@ -200,7 +200,7 @@ def settings_errors(config: str = "train") -> Iterator[None]:
         if said.startswith("Error parsing override"):
             said += f": settings are written NAME=VALUE; {QUOTES}"
         inner = re.match(r"Key '([^']+)' is not in struct", str(error.__cause__))
-        if inner and f"'{inner[1]}'" not in said and f".{inner[1]}'" not in said:  # in a mapping that was given
+        if inner and not re.search(rf"['.]{re.escape(inner[1])}['.]", said):  # in a mapping that was given
             raise ValueError(f"{said.rstrip('.')}: it holds no {inner[1]!r}") from None
         near = nearest_to(said, config)
         raise ValueError(f"{said.rstrip('.')}. {near}" if near else said) from None

@@ -99,6 +99,13 @@ def test_mistakes_are_one_sentence_and_leave_no_empty_folder(where, tmp_path, ov
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_prompt_that_does_not_fit_is_refused_before_the_run(where, tmp_path):
+    prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "Hi"}, {"prompt": "word " * 5000})
+    said = refused(where, tmp_path / "run", f"trainer.prompts={prompts}")
+    assert f"trainer.prompts={prompts} has a prompt of 25002 tokens" in said
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("change", ["drafter.taps=[0,1,3]", "drafter.rope_theta=500.0", "drafter.draft_vocab_size=100"])
 def test_another_drafters_run_is_not_resumed(short_run, where, tmp_path, change):
     """Also without config.yaml, from the checkpoint itself."""

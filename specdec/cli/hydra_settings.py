@@ -68,6 +68,8 @@ def nearest_to(message: str, config: str) -> str:
         return ""
     group, slash, name = quoted[1].rpartition("/")
     known = registry.names(group) if slash else list(dict.fromkeys(_known_names(config)))
+    if name in known and not slash:
+        return f"Another choice of {name.partition('.')[0]} has this setting, and the chosen one has not"
     near = difflib.get_close_matches(name, known, 3)
     if not near and not slash:  # perhaps without the name of its group
         last = {known_name.rpartition(".")[2] for known_name in known}

@@ -85,6 +85,10 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
         (["trainer.stepz=3"], "Could not override 'trainer.stepz'. There is trainer.steps"),
         (["trianer.steps=3"], "Could not override 'trianer.steps'. There is trainer.steps"),
+        (
+            ["drafter=ngram", "drafter.taps=[1]"],
+            "Another choice of drafter has this setting, and the chosen one has not",
+        ),
         (["qqq=3"], "Could not override 'qqq'. specdec train --help lists all"),
         (["objective=nothing"], "Could not find 'objective/nothing'. There is block, eagle, "),
         (["trainer.prompts=/no/such"], "no such prompt file"),

@@ -17,6 +17,7 @@ from specdec.schema import check_value, parameters, shown
 QUOTES = "quote a value with spaces, brackets or commas, as in \"data.path='my file.jsonl'\""
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 WORDED = ("taps",)  # numbers that may be a word, which the drafter reads
+PLACES = ("out", "target.path", "data.cache", "from_vllm")  # texts that Hydra reads as numbers if they look like one
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 WORDS = {  # that a switch or a number may be
     "resume": ("auto",),
@@ -123,6 +124,8 @@ def _group(group: str) -> dict[str, Any]:
 def _walk(path: str, value: Any, default: Any) -> None:
     """Check a value and what is in it against the default of its place, which may be unknown: None."""
     name = path.rpartition(".")[2]
+    if path in PLACES and not isinstance(value, str | None):
+        raise ValueError(f"{path} must be a text, got {shown(value)}: give a folder that is named by a number as ./5")
     number = isinstance(default, int | float)
     if (number and isinstance(value, Mapping)) or (number and isinstance(value, list) and path not in AXES):
         _check_type(path, value, default)

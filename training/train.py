@@ -176,6 +176,15 @@ def warn_of_epochs(trainer: Trainer) -> None:
         )
 
 
+def warn_of_prompts(trainer: Trainer) -> None:
+    """Say it if `trainer.prompts` asks for tau and there is nothing to decode."""
+    if trainer.config.prompts is not None and trainer.decoding is None:
+        print(
+            "warning: tau will not be measured, as data.heldout leaves no prompt that the training data lack: give "
+            "trainer.prompts=FILE, a file of other prompts"
+        )
+
+
 def warn_of_servers(drafter, target: LanguageModel) -> None:
     """Say on one line which servers could not load what is about to be trained, and what would change that."""
     if reasons := without_a_form(drafter, target):
@@ -244,6 +253,7 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
             f"{', '.join(map(str, taps)) or 'none'} of 0 (the embedding) to {trainer.target.config.layers}"
         )
         warn_of_epochs(trainer)
+        warn_of_prompts(trainer)
         warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:

@@ -27,7 +27,7 @@ from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import Processes
 from specdec.training.loop.trainer import Trainer, TrainerConfig
 from specdec.training.train import run as run_command
-from specdec.training.train import warn_of_epochs
+from specdec.training.train import warn_of_epochs, warn_of_prompts
 
 train_main = main_of("train")
 
@@ -263,6 +263,12 @@ def test_the_interval_of_tau_is_that_of_drawn_prompts():
     assert found["tau_high"] - found["tau_low"] == pytest.approx(2 * half, rel=0.15)
     assert set(measured_tau([traces[0]] * 5).values()) == {tau(traces[:1])}
     assert measured_tau(traces[:1]) == {"tau": tau(traces[:1])}
+
+
+def test_a_run_that_decodes_nothing_is_warned_of(capsys):
+    for prompts, decoding, warned in ((None, None, False), ("heldout", None, True), ("heldout", object(), False)):
+        warn_of_prompts(SimpleNamespace(config=SimpleNamespace(prompts=prompts), decoding=decoding))
+        assert ("warning: tau will not be measured" in capsys.readouterr().out) == warned
 
 
 def test_too_many_epochs_are_warned_of(capsys):

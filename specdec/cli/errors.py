@@ -78,17 +78,24 @@ class StopSignals:
 def terminable() -> Iterator[None]:
     """Raise `Terminated` for SIGTERM, unless somebody handles it already."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    raised = False
+
+    def terminate(number: int, frame) -> None:
+        nonlocal raised
+        raised = True
+        raise Terminated
+
     if ours:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except Exception as error:
+        if raised and not isinstance(error, ValueError | OSError):  # an interrupted import fails with any error
+            raise Terminated from None
+        raise
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminate(number: int, frame) -> None:
-    raise Terminated
 
 
 def one_sentence_errors(main: Callable) -> Callable:

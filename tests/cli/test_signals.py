@@ -118,6 +118,18 @@ def test_any_command_cleans_up_after_sigterm(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_an_error_of_what_sigterm_interrupted_is_not_reported():
+    @one_sentence_errors
+    def main():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:  # as of numpy's imports
+            raise RecursionError from None
+
+    done = run_here(main)
+    assert (done.returncode, done.stderr) == (143, "terminated\n")
+
+
 def test_a_signal_that_another_process_got_is_no_success():
     assert StopSignals().code == 143
 

@@ -69,7 +69,7 @@ def from_checkpoint(words: list[str]) -> list[str]:
     if there is no such drafter, if it does not learn, or if a setting describes another one.
     """
     given = [word.partition("=") for word in words]
-    path = next((bare(value) for name, _, value in given if name == "from"), None)
+    path = next((bare(value) for name, _, value in reversed(given) if name == "from"), None)
     if path is None or path == "null":
         return words
     if not path.strip():

@@ -95,12 +95,18 @@ class Dialogue:
         self.messages = more if fits else self.messages
         return fits
 
-    def row(self) -> dict:
+    def row(self, tokenizer) -> dict:
         """Return the row of the output file."""
         if self.messages[0]["role"] != "text":
             return {"messages": list(self.messages)} | ({"tools": self.messages.tools} if self.messages.tools else {})
         whole = replace(self.last, tokens=self.last.tokens and [*self.prompt.ids, *self.last.tokens])
-        return {"text": self.messages[0]["content"] + self.last.text} | whole.fields()
+        return {"text": self.messages[0]["content"] + self._continued(tokenizer)} | whole.fields()
+
+    def _continued(self, tokenizer) -> str:
+        """Return the text of the answer to a plain text. Decoded alone, it may lack the space before its first word."""
+        ids, tokens = self.prompt.ids, self.last.tokens or []
+        before, whole = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *tokens]))
+        return whole[len(before) :] if tokens and whole.startswith(before) else self.last.text
 
 
 def cut_off(row: dict) -> int:
@@ -171,7 +177,7 @@ def converse(
         answers = turn([talk.ids for talk in going], [talk.prompt.number + before for talk in going])
         going = [talk for talk, answer in zip(going, answers, strict=True) if talk.add(answer, target, day)]
         before += shift
-    return [talk.row() for talk in talks]
+    return [talk.row(target.tokenizer) for talk in talks]
 
 
 def regenerate(

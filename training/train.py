@@ -176,6 +176,15 @@ def warn_of_epochs(trainer: Trainer) -> None:
         )
 
 
+def warn_of_prompts(trainer: Trainer) -> None:
+    """Say it if `trainer.prompts` asks for tau and there is nothing to decode."""
+    if trainer.config.prompts is not None and trainer.decoding is None:
+        print(
+            "warning: tau will not be measured, as data.heldout leaves no prompt that the training data lack: give "
+            "trainer.prompts=FILE, a file of other prompts"
+        )
+
+
 def warn_of_servers(drafter, target: LanguageModel) -> None:
     """Say on one line which servers could not load what is about to be trained, and what would change that."""
     if reasons := without_a_form(drafter, target):
@@ -186,7 +195,7 @@ def warn_of_servers(drafter, target: LanguageModel) -> None:
 def run(config: DictConfig) -> None:
     """A run that a signal stops is saved, and ends the process with 128 + its number, as shells have it."""
     trainer = run_through(config)
-    if trainer.step < trainer.config.length and trainer.main and trainer.signals.asked:
+    if trainer.owed and trainer.main:
         sys.exit(trainer.signals.code)
 
 
@@ -244,10 +253,11 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
             f"{', '.join(map(str, taps)) or 'none'} of 0 (the embedding) to {trainer.target.config.layers}"
         )
         warn_of_epochs(trainer)
+        warn_of_prompts(trainer)
         warn_of_servers(trainer.published, trainer.target)
     metrics = trainer.train()
     if processes.main:
-        if trainer.step >= trainer.config.length:
+        if not trainer.owed:
             print(f"try it: specdec {what_next(config, draft_of(trainer))}")
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": draft_of(trainer), "seconds": round(trainer.seconds, 1)}))

@@ -40,8 +40,11 @@ class StopSignals:
 
     @property
     def code(self) -> int:
-        """The exit code of a process that a signal has ended, as shells have it: 130 or 143."""
-        return 128 + ((self.agreed if self.shared else self.number) or 0)
+        """The exit code of a process that a signal has ended, as shells have it: 130 or 143.
+
+        It is 143 if another process got the signal.
+        """
+        return 128 + ((self.agreed if self.shared else self.number) or signal.SIGTERM)
 
     def meet(self, emitted: list[list[int]]) -> None:
         """Called after each round with its tokens. Raises ValueError if not all processes have the same ones."""
@@ -75,17 +78,24 @@ class StopSignals:
 def terminable() -> Iterator[None]:
     """Raise `Terminated` for SIGTERM, unless somebody handles it already."""
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    raised = False
+
+    def terminate(number: int, frame) -> None:
+        nonlocal raised
+        raised = True
+        raise Terminated
+
     if ours:
-        signal.signal(signal.SIGTERM, _terminate)
+        signal.signal(signal.SIGTERM, terminate)
     try:
         yield
+    except Exception as error:
+        if raised and not isinstance(error, ValueError | OSError):  # an interrupted import fails with any error
+            raise Terminated from None
+        raise
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminate(number: int, frame) -> None:
-    raise Terminated
 
 
 def one_sentence_errors(main: Callable) -> Callable:

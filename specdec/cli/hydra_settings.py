@@ -17,6 +17,7 @@ from specdec.schema import check_value, parameters, shown
 QUOTES = "quote a value with spaces, brackets or commas, as in \"data.path='my file.jsonl'\""
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
 WORDED = ("taps",)  # numbers that may be a word, which the drafter reads
+PLACES = ("out", "target.path", "data.cache", "from_vllm")  # texts that Hydra reads as numbers if they look like one
 NULLABLE = ("num_draft_tokens", "best_tree", "on_policy")  # null is a value, though the default is another
 WORDS = {  # that a switch or a number may be
     "resume": ("auto",),
@@ -68,6 +69,8 @@ def nearest_to(message: str, config: str) -> str:
         return ""
     group, slash, name = quoted[1].rpartition("/")
     known = registry.names(group) if slash else list(dict.fromkeys(_known_names(config)))
+    if name in known and not slash:
+        return f"Another choice of {name.partition('.')[0]} has this setting, and the chosen one has not"
     near = difflib.get_close_matches(name, known, 3)
     if not near and not slash:  # perhaps without the name of its group
         last = {known_name.rpartition(".")[2] for known_name in known}
@@ -121,6 +124,8 @@ def _group(group: str) -> dict[str, Any]:
 def _walk(path: str, value: Any, default: Any) -> None:
     """Check a value and what is in it against the default of its place, which may be unknown: None."""
     name = path.rpartition(".")[2]
+    if path in PLACES and not isinstance(value, str | None):
+        raise ValueError(f"{path} must be a text, got {shown(value)}: give a folder that is named by a number as ./5")
     number = isinstance(default, int | float)
     if (number and isinstance(value, Mapping)) or (number and isinstance(value, list) and path not in AXES):
         _check_type(path, value, default)
@@ -200,7 +205,7 @@ def settings_errors(config: str = "train") -> Iterator[None]:
         if said.startswith("Error parsing override"):
             said += f": settings are written NAME=VALUE; {QUOTES}"
         inner = re.match(r"Key '([^']+)' is not in struct", str(error.__cause__))
-        if inner and f"'{inner[1]}'" not in said and f".{inner[1]}'" not in said:  # in a mapping that was given
+        if inner and not re.search(rf"['.]{re.escape(inner[1])}['.]", said):  # in a mapping that was given
             raise ValueError(f"{said.rstrip('.')}: it holds no {inner[1]!r}") from None
         near = nearest_to(said, config)
         raise ValueError(f"{said.rstrip('.')}. {near}" if near else said) from None

@@ -16,7 +16,7 @@ from helpers import main_of, run_here
 from rich.table import Table
 
 from specdec.cli import generate, session, summary, terminal
-from specdec.cli.errors import one_sentence_errors
+from specdec.cli.errors import StopSignals, one_sentence_errors
 from specdec.cli.terminal import console, print_table
 from specdec.engine.trace_files import read_trace
 
@@ -116,6 +116,22 @@ def test_any_command_cleans_up_after_sigterm(tmp_path):
     assert (done.returncode, done.stderr) == (143, "terminated\n")
     assert (tmp_path / "cleaned").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_error_of_what_sigterm_interrupted_is_not_reported():
+    @one_sentence_errors
+    def main():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:  # as of numpy's imports
+            raise RecursionError from None
+
+    done = run_here(main)
+    assert (done.returncode, done.stderr) == (143, "terminated\n")
+
+
+def test_a_signal_that_another_process_got_is_no_success():
+    assert StopSignals().code == 143
 
 
 # Standard streams

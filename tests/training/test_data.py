@@ -24,8 +24,8 @@ def target(target_path):
     return load_target(target_path)
 
 
-def load(target, path, **fields):
-    settings = FIELDS | {"path": str(path), "limit": None, "heldout": 0} | fields
+def load(target, name, **fields):
+    settings = FIELDS | {"path": str(name), "limit": None, "heldout": 0} | fields
     return load_samples(OmegaConf.create(settings), target)
 
 
@@ -214,6 +214,14 @@ def test_presets_name_data_sets():
     assert preset("ultrachat") == {"name": "HuggingFaceH4/ultrachat_200k", "split": "train_sft"}
     for name, of in (("mt_bench", "HuggingFaceH4/mt_bench_prompts"), ("mine.jsonl",) * 2, ("files",) * 2):
         assert preset(name) == {"name": of}
+
+
+def test_a_number_or_mapping_as_path_is_read_as_a_name(target, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "5").touch()
+    for path, message in ((5, "5 is of no known form"), ({"a": 1}, "no such data file: {'a': 1}")):
+        with pytest.raises(ValueError, match=message):
+            load(target, "", path=path)
 
 
 def test_the_limit_counts_what_is_kept_and_nothing_is_read_beyond_it(target, tmp_path):

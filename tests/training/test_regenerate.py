@@ -6,14 +6,17 @@ import pytest
 from helpers import main_of, refused, run_here
 from remotes import small_server
 from short_runs import contents, small_files
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from specdec import remote
 from specdec.engine.engine import Engine
 from specdec.model.loader import load_target
 from specdec.text import encode_chat
 from specdec.training import regenerate as module
+from specdec.training.data import Conversation
 from specdec.training.data.shards import Shards
-from specdec.training.regenerate import Prompt, plan
+from specdec.training.regenerate import Answer, Dialogue, Prompt, plan
 
 main = main_of("data regenerate")
 
@@ -182,6 +185,17 @@ def test_several_samples_of_a_prompt_differ_and_texts_are_continued(arguments, t
     assert len(set(texts)) == 4
     assert all(text.startswith("The quick brown") for text in texts)
     assert "are continued as text, without the chat template" in done.stderr
+
+
+def test_a_text_is_continued_with_the_space_that_a_tokenizer_strips():
+    vocab = {"<unk>": 0, "\u2581the": 1, "\u2581end": 2, "s": 3}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace()
+    inner.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
+    talk = Dialogue(Prompt(tokenizer("the")["input_ids"], Conversation([{"role": "text", "content": "the"}])))
+    talk.add(Answer(tokenizer.decode([2, 3]), [2, 3], "length"), None, None)
+    assert talk.row(tokenizer) == {"text": "the ends", "tokens": [1, 2, 3], "finish_reason": "length"}
 
 
 def test_the_plan_depends_on_the_seed_alone_and_holds_every_prompt():

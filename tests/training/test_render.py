@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from specdec.api import DEMO_TARGET
 from specdec.training.data.conversation import conversation_of
-from specdec.training.data.render import SPLIT, render, tokens_of
+from specdec.training.data.render import RETOKENISED, SPLIT, render, tokens_of
 
 # How a turn begins and ends: ChatML, Llama 3, Zephyr, Gemma, Phi, Vicuna, DeepSeek, Llama 2
 FORMS = {
@@ -189,6 +189,23 @@ def test_an_answer_is_learnt_by_its_tokens_and_a_cut_one_without_an_end(tokenize
     (sample,) = render(tokenizer, conversation_of({"messages": [user(), said("Water", tokens=words)]}), notes.append)
     assert tokenizer.decode(sample.ids[sample.mask]) == "Water<|end|>"
     assert len(notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "used"),
+    [
+        ("Water is wet", [], True),
+        ("Wateris wet", [], True),  # as earlier versions wrote it for tokenizers that strip the first space
+        ("Snow is cold", [], False),
+        ("Water is wet", [-1], False),
+        ("Water is wet", [1 << 40], False),
+    ],
+)
+def test_a_plain_text_is_learnt_by_its_tokens_if_they_are_of_this_tokenizer(tokenizer, text, more, used):
+    tokens, notes = tokenizer("Water is wet")["input_ids"] + more, []
+    (sample,) = render(tokenizer, conversation_of({"text": text, "tokens": tokens}), notes.append)
+    assert sample.ids.tolist() == (tokens if used else tokenizer(text)["input_ids"])
+    assert notes == [] if used else [RETOKENISED]
 
 
 @pytest.mark.parametrize("kind", ["bytes", "trimmed", "pieces", "words"])

@@ -120,8 +120,8 @@ def test_averages_know_where_packed_conversations_end(tmp_path):
 class Disturbed(Eagle3Objective):
     """Does something else at its n-th call while training."""
 
-    def __init__(self, call: int, what):
-        super().__init__(steps=2)
+    def __init__(self, call: int, what, **how):
+        super().__init__(steps=2, **how)
         self.left, self.what = call, what
 
     def __call__(self, drafter, **features):
@@ -149,20 +149,26 @@ def test_a_loss_that_is_no_number_stops_and_leaves_the_batch(tmp_path, what, mes
     assert read_newest(tmp_path)[1]["step"] == 2
 
 
-@pytest.mark.parametrize(("number", "at", "how"), [(signal.SIGTERM, 3, {"muon_lr": 0.02}), (signal.SIGINT, 4, {})])
+@pytest.mark.parametrize(
+    ("number", "at", "how"),
+    [(signal.SIGTERM, 3, {"muon_lr": 0.02}), (signal.SIGINT, 4, {}), (signal.SIGTERM, 6, {})],
+)
 def test_a_signal_finishes_the_step_and_saves(tmp_path, capsys, number, at, how):
-    """A due evaluation is done when the run continues: held-out batches after step 4, none after step 3."""
+    """A due evaluation is done when the run continues: held-out batches after steps 4 and 6, none after step 3."""
 
     def interrupt(loss):
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)  # launchers send more than one
         return loss
 
-    before = signal.getsignal(number)
-    trainer(tmp_path / "cut", objective=Disturbed(at, interrupt), **how).train()
+    def begin(out):
+        return trainer(out, objective=Eagle3Objective(steps=2, **parts), **how)
+
+    before, parts = signal.getsignal(number), {"then": {"tokens": 1.0}, "switch": 0.4}
+    trainer(tmp_path / "cut", objective=Disturbed(at, interrupt, **parts), **how).train()
     assert signal.getsignal(number) is before
     assert f"stopped after step {at}; resume=true goes on" in capsys.readouterr().err
-    assert_goes_on(partial(trainer, **how), tmp_path / "cut", at)
+    assert_goes_on(begin, tmp_path / "cut", at)
 
 
 def one_bit_changed(content: bytes) -> bytes:

@@ -76,6 +76,8 @@ def test_taps_are_the_published_ones_or_those_of_a_shallow_target():
 def test_words_that_describe_another_drafter_are_refused(drafter_path):
     assert from_checkpoint(["out=x", "from=null"]) == ["out=x", "from=null"]
     assert from_checkpoint([f"from={drafter_path}", "objective=lk"])[-1] == f"drafter.path='{drafter_path}'"
+    again = from_checkpoint(["from=demo/mtp", f"from={drafter_path}"])
+    assert again[-2:] == [f"drafter.path='{drafter_path}'", "objective=recipe"], "as Hydra takes the last value"
     for word in ("drafter=mtp", "drafter.taps=[1,2,3]", "+drafter.taps=[1,2,3]"):
         with pytest.raises(ValueError, match="takes the drafter as it was saved: leave out"):
             from_checkpoint([f"from={drafter_path}", word])

@@ -27,7 +27,7 @@ from specdec.training.loop.log import read_log
 from specdec.training.loop.parallel import Processes
 from specdec.training.loop.trainer import Trainer, TrainerConfig
 from specdec.training.train import run as run_command
-from specdec.training.train import warn_of_epochs
+from specdec.training.train import warn_of_epochs, warn_of_prompts
 
 train_main = main_of("train")
 
@@ -79,11 +79,19 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
         (["data.path=null"], "no training data: give data.path=FILE"),
         (["target.path=/no/such"], "no such checkpoint folder"),
         (["out=/proc/nowhere"], "cannot write to /proc/nowhere"),
+        (["out=5"], "out must be a text, got 5: give a folder that is named by a number as ./5"),
+        (["target.path=[a]"], "target.path must be a text, got ['a']"),
+        (["data.cache=5"], "data.cache must be a text, got 5"),
         (["resume=true"], "nothing to resume"),
         (["data.heldout=60"], "data.heldout=60 holds out 60, and none is left to train on: give more data"),
         (["drafter.num_attention_heads=5", "drafter.num_key_value_heads=2"], "5 attention heads cannot share 2"),
         (["drafter.taps=[1,2,9]"], "taps hidden state 9"),
         (["trainer.stepz=3"], "Could not override 'trainer.stepz'. There is trainer.steps"),
+        (["trianer.steps=3"], "Could not override 'trianer.steps'. There is trainer.steps"),
+        (
+            ["drafter=ngram", "drafter.taps=[1]"],
+            "Another choice of drafter has this setting, and the chosen one has not",
+        ),
         (["qqq=3"], "Could not override 'qqq'. specdec train --help lists all"),
         (["objective=nothing"], "Could not find 'objective/nothing'. There is block, eagle, "),
         (["trainer.prompts=/no/such"], "no such prompt file"),
@@ -96,6 +104,13 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
 def test_mistakes_are_one_sentence_and_leave_no_empty_folder(where, tmp_path, overrides, message):
     assert message in refused(where, tmp_path / "runs" / "mine", *overrides)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_the_run(where, tmp_path):
+    prompts = write_rows(tmp_path / "prompts.jsonl", {"prompt": "Hi"}, {"prompt": "word " * 5000})
+    said = refused(where, tmp_path / "run", f"trainer.prompts={prompts}")
+    assert f"trainer.prompts={prompts} has a prompt of 25002 tokens" in said
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("change", ["drafter.taps=[0,1,3]", "drafter.rope_theta=500.0", "drafter.draft_vocab_size=100"])
@@ -115,7 +130,7 @@ SHORT = ("trainer.steps=3", "trainer.batch_tokens=100", "trainer.eval_batches=1"
 @pytest.fixture
 def begun(target_path, tmp_path, monkeypatch):
     """A function that runs with changes, and returns standard error where the exit code is right, in a folder in which
-    a run was stopped by `number` after its second step."""
+    a run was stopped by `number` after step `at`."""
     out = tmp_path / "run"
     data = write_rows(tmp_path / "data.jsonl", *({"messages": c} for c in CONVERSATIONS))
 
@@ -125,16 +140,16 @@ def begun(target_path, tmp_path, monkeypatch):
         assert done.returncode == code, done.stderr
         return done.stderr
 
-    def begin(number, code):
+    def begin(number, code, at=2):
         def step(self, group, original=Trainer._step):
-            if self.step == 1:
+            if self.step == at - 1:
                 os.kill(os.getpid(), number)
             return original(self, group)
 
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "_step", step)
-            assert "stopped after step 2; resume=true goes on" in run(code=code)
-        assert [path.name for path in checkpoints(out)] == ["step-00000002.pt"]
+            assert f"stopped after step {at}; resume=true goes on" in run(code=code)
+        assert checkpoints(out)[-1].name == f"step-{at:08d}.pt"
 
     run.begin, run.data, run.out = begin, data, out
     return run
@@ -153,6 +168,13 @@ def test_a_signal_saves_and_other_settings_are_reported_or_refused(begun):
     assert "has learnt other conversations than data.path gives now" in begun("resume=true", code=2)
     begun.data.write_text("\n".join(lines))
     assert "note: trainer.log_every was 1 and is 3\n" in begun("resume=true", "trainer.log_every=3")
+
+
+def test_a_signal_in_the_last_step_stops_the_run_before_its_evaluation(begun):
+    begun.begin(signal.SIGTERM, 143, at=3)
+    assert read_log(begun.out / "log.jsonl")[-1]["split"] == "train"
+    begun("resume=true")
+    assert read_log(begun.out / "log.jsonl")[-1]["split"] == "heldout"
 
 
 def test_a_run_of_an_older_version_goes_on(begun):
@@ -241,6 +263,12 @@ def test_the_interval_of_tau_is_that_of_drawn_prompts():
     assert found["tau_high"] - found["tau_low"] == pytest.approx(2 * half, rel=0.15)
     assert set(measured_tau([traces[0]] * 5).values()) == {tau(traces[:1])}
     assert measured_tau(traces[:1]) == {"tau": tau(traces[:1])}
+
+
+def test_a_run_that_decodes_nothing_is_warned_of(capsys):
+    for prompts, decoding, warned in ((None, None, False), ("heldout", None, True), ("heldout", object(), False)):
+        warn_of_prompts(SimpleNamespace(config=SimpleNamespace(prompts=prompts), decoding=decoding))
+        assert ("warning: tau will not be measured" in capsys.readouterr().out) == warned
 
 
 def test_too_many_epochs_are_warned_of(capsys):

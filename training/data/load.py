@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import date
 
 from jinja2 import TemplateError
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
 from specdec.model.language_model import LanguageModel
 from specdec.text import writes_date
@@ -143,7 +143,7 @@ def load_samples(config: DictConfig, target: LanguageModel) -> list[Sample]:
     if config.get("day") is None and target.tokenizer is not None and writes_date(target.tokenizer):
         config.day = date.today().isoformat()
         print(f"note: the chat template writes today's date: data.day={config.day} repeats it", file=sys.stderr)
-    names = [config.path] if isinstance(config.path, str) else config.path
+    names = list(config.path) if isinstance(config.path, ListConfig) else [str(config.path)]
     source = {"split": config.split, "subset": config.subset, "streaming": config.streaming}
     tally = Tally(config.bad)
     found = read_samples(

@@ -52,9 +52,23 @@ def render(
     """
     first = messages[0]
     if first["role"] == "text":
-        ids = first["tokens"] if "tokens" in first else tokenizer(first["content"])["input_ids"]
+        ids = tokens_said(tokenizer, first, note) or tokenizer(first["content"])["input_ids"]
         return [_sample(ids, [True] * len(ids))]
     return _Chat(tokenizer, messages, note, day).samples()
+
+
+def tokens_said(tokenizer, message: Message, note: Callable[[str], None]) -> list[int] | None:
+    """Return the tokens that come with an answer or a plain text, if they are those of its text."""
+    tokens, text = message.get("tokens"), message["content"]
+    if tokens is None:
+        return None
+    if max(tokens) < len(tokenizer) and min(tokens) >= 0:
+        said = tokenizer.decode(tokens, skip_special_tokens=True)
+        # Of a plain text spaces do not count: files of earlier versions lack the one between prompt and answer.
+        if said == text or (message["role"] == "text" and "".join(said.split()) == "".join(text.split())):
+            return tokens
+    note(RETOKENISED)
+    return None
 
 
 def _sample(ids: list[int], mask: list[bool]) -> Sample:
@@ -78,7 +92,8 @@ class _Chat:
         spans = {i: self._spans(i) for i in answers}
         learnt = [i for i in answers if self.messages[i].get("weight", 1)]
         alike = all(whole.startswith(self.text(i + 1)) for i in answers)
-        said = {i: tokens for i in learnt if (tokens := self._said(i)) is not None}
+        found = {i: tokens_said(self.tokenizer, self.messages[i], self.note) for i in learnt}
+        said = {i: tokens for i, tokens in found.items() if tokens is not None}
         if alike and not said:
             return [self._sample(whole, [span for i in learnt for span in spans[i]])]
         if len(answers) > 1:
@@ -144,17 +159,6 @@ class _Chat:
         if texts[0] != self.text(count):
             raise ValueError("the chat template writes another text each time")
         return spans[0]
-
-    def _said(self, i: int) -> list[int] | None:
-        """Return the tokens of answer i if they are those of its text."""
-        tokens, text = self.messages[i].get("tokens"), self.messages[i]["content"]
-        if tokens is None:
-            return None
-        known = max(tokens) < len(self.tokenizer) and min(tokens) >= 0
-        if known and self.tokenizer.decode(tokens, skip_special_tokens=True) == text:
-            return tokens
-        self.note(RETOKENISED)
-        return None
 
     def _of_tokens(self, i: int, tokens: list[int]) -> Sample:
         prompt = self.tokenizer(self.text(i, answer=True), add_special_tokens=False)["input_ids"]

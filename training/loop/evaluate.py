@@ -114,6 +114,11 @@ def decoding_of(target, config: TrainerConfig, heldout: Batches | None, train: B
     else:
         asked = read_prompts(Path(config.prompts))[: config.decode_prompts]
         prompts = [encode_prompt(target, prompt) for prompt in asked]
+        if (most := max(map(len, prompts))) >= target.config.context:
+            raise ValueError(
+                f"trainer.prompts={config.prompts} has a prompt of {most} tokens, and the target's context holds "
+                f"{target.config.context}, new ones included: leave the prompt out"
+            )
         about = f"prompts of {Path(config.prompts).name}"
     prompts = prompts[: config.decode_prompts]
     return Decoding(target, prompts, about, config.decode_steps, config.decode_tokens) if prompts else None

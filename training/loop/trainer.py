@@ -87,7 +87,7 @@ class Trainer:
         self.decoding = decoding_of(target, config, heldout, train)
         self.step = self.tokens = self.learnt = self.batches = 0  # tokens: with padding and prompts; learnt: without
         self.seconds, self.rollout_seconds, self.best = 0.0, 0.0, 0.0
-        self.owed = False  # a signal stopped the run before what was due after its last step
+        self.owed = False  # a signal stopped the run, and what was due after its last step waits
         self.signals = StopSignals()
         self.main = self.processes.main
         self.log = RunLog(out, self.main, config.loggers, run_config)
@@ -104,6 +104,7 @@ class Trainer:
 
     def _run(self) -> dict:
         config, asked = self.config, False
+        self.objective.progress = (self.step - 1) / config.length  # as in the last step, for a due evaluation
         metrics = self._look() if self.owed else {}
         self.owed = False
         groups = self._groups()
@@ -137,7 +138,7 @@ class Trainer:
             for name in ("draft", "best"):
                 if (self.out / name).is_dir():
                     self.decoding.keep_acceptance(self.out / name, write=self.main)
-        if self.step < config.length and self.main:
+        if self.owed and self.main:
             print(f"stopped after step {self.step}; resume=true goes on from there", file=sys.stderr)
         return metrics
 

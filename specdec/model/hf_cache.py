@@ -137,7 +137,7 @@ class Traced(DynamicCache):
         return super().update_recurrent_state(*args, **kwargs)
 
 
-def trace(model: nn.Module, cache: Traced, **inputs):
+def trace(model: nn.Module, cache: Traced, /, **inputs):
     """Run the model over `cache`, which notes the modules that store a state."""
 
     def enter(module: nn.Module, args) -> None:

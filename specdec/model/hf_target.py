@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NEEDED = ("attention_mask", "position_ids", "logits_to_keep")
 RECURRENT = ("linear_attention", "conv")  # types of layers that take no mask of ours
-CACHES = ("past_key_values", "cache_params")  # what models call their cache
+CACHES = ("cache", "past_key_values", "cache_params")  # what models call their cache; transformers 5.24 renamed most
 
 
 class TransformersTarget(LanguageModel):

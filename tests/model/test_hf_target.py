@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import edit_config, edit_tensors, save_hf, tiny_drafter, tiny_target
 from test_archs import MIXED
-from transformers import GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import specdec
 from specdec import Engine, Recorder, load_target
@@ -38,6 +38,19 @@ def test_a_native_family_gives_the_same_either_way(tmp_path, capsys):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
     for field in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "context", "tied"):
         assert getattr(native.config, field) == getattr(other.config, field)
+
+
+def test_the_cache_has_either_of_its_names():
+    """`past_key_values`, which transformers 5.24 calls `cache`."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2))
+    own = model.forward
+
+    def forward(input_ids, attention_mask=None, position_ids=None, cache=None, logits_to_keep=0, **how):
+        where = {"attention_mask": attention_mask, "position_ids": position_ids, "past_key_values": cache}
+        return own(input_ids, logits_to_keep=logits_to_keep, **where, **how)
+
+    model.forward = forward
+    assert TransformersTarget(model).cache_name == "cache"  # it decodes a tree when it is made
 
 
 def test_learned_positions_to_the_end_of_the_context(tmp_path):

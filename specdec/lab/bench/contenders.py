@@ -23,6 +23,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
 from specdec.engine.report import Clock, Observer, Reads, RoundReport
 from specdec.lab.bench.random_weights import SimulatedTau
+from specdec.model.hf_target import CACHES
 from specdec.ops.linear import bytes_read
 from specdec.structs import Sampling, Verifier
 from specdec.verify import sample_and_match
@@ -189,7 +190,7 @@ class Transformers(Contender):
         wait(device)
         seconds = time.perf_counter() - start
         first, *steps = (taken for _, taken in clock.intervals())
-        layers = out.past_key_values.layers
+        layers = next(out[name] for name in CACHES if name in out).layers
         cache_bytes = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
         return TimedRun(out.sequences[0, len(prompt) :].tolist(), seconds, first, steps, cache_bytes)
 

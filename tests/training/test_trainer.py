@@ -24,7 +24,7 @@ from specdec.engine.traces import tau
 from specdec.model.loader import load_target
 from specdec.text import encode_prompt, read_prompts
 from specdec.training.data import Batch, Batches
-from specdec.training.loop.checkpoint import checkpoints, read_newest
+from specdec.training.loop.checkpoint import checkpoints, read_newest, write_checkpoint
 from specdec.training.loop.evaluate import expected_tau
 from specdec.training.loop.log import check_loggers, read_log
 from specdec.training.loop.trainer import Trainer, TrainerConfig
@@ -198,6 +198,9 @@ def test_of_a_damaged_checkpoint_the_one_before_is_used(tmp_path, capsys, damage
 def test_the_last_few_checkpoints_are_kept(tmp_path):
     trainer(tmp_path, steps=7, keep=3).train()
     assert [read_newest(tmp_path)[1]["step"], len(checkpoints(tmp_path))] == [7, 3]
+    checkpoints(tmp_path)[-1].write_bytes(b"")
+    written = write_checkpoint(tmp_path, 6, {"step": 6}, keep=1)  # as a run that goes on from step 5 writes it
+    assert read_newest(tmp_path) == (written, {"step": 6})
     assert not list((tmp_path / "checkpoints").glob("*.partial"))
 
 

@@ -238,7 +238,7 @@ def test_how_much_is_held_out():
         rest, held = hold_out(list(range(count)), heldout)
         assert len(held) == expected
         assert rest + held == list(range(count))
-    for count, heldout in ((1, 0.5), (5, 5), (5, -1)):
+    for count, heldout in ((1, 0.5), (5, 5), (5, -1), (5, 1.5)):
         with pytest.raises(ValueError, match=r"data\.heldout"):
             hold_out(list(range(count)), heldout)
 

@@ -170,7 +170,7 @@ def hold_out(samples: list[Sample], heldout: float) -> tuple[list[Sample], list[
 
     `heldout` is a number of samples, or a share below 1. A share holds out at least one sample and at most `MOST`.
     """
-    if not 0 <= heldout < float("inf"):
+    if not 0 <= heldout < float("inf") or (heldout > 1 and heldout != int(heldout)):
         raise ValueError(f"data.heldout must be a number of conversations or a share below 1, got {heldout}")
     count = min(max(round(heldout * len(samples)), 1), MOST) if 0 < heldout < 1 else int(heldout)
     if len(samples) <= count:

@@ -54,7 +54,10 @@ def checkpoints(out: Path) -> list[Path]:
 
 
 def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:
-    """Write the state after `step`, then delete all but the last `keep`. A full disk leaves what was there before."""
+    """Write the state after `step`, then delete all but `keep` of those up to it: later ones were damaged at resume.
+
+    A full disk leaves what was there before.
+    """
     path = out / FOLDER / f"step-{step:08d}.pt"
     try:
         write_whole(output_folder(path.parent) / path.name, partial(save_state, state))
@@ -62,7 +65,8 @@ def write_checkpoint(out: Path, step: int, state: dict, keep: int) -> Path:
         last = next(reversed(checkpoints(out)), None)
         rest = f"{last} is the last good one, and resume=true goes on from it" if last else "no earlier one exists"
         raise ValueError(f"{error}; {rest}") from None
-    for old in checkpoints(out)[:-keep]:
+    there = checkpoints(out)
+    for old in there[: there.index(path) + 1][:-keep]:
         old.unlink()
     return path
 
@@ -84,7 +88,7 @@ def read_newest(out: Path, warn: bool = True) -> tuple[Path, dict]:
         except ValueError as error:
             if warn:
                 print(f"warning: {error}; the one before it is used", file=sys.stderr)
-    raise ValueError(f"nothing to resume: every checkpoint in {out / FOLDER} is damaged or not ours")
+    raise ValueError(f"nothing to resume: every checkpoint in {out / FOLDER} is damaged or not ours: give another out=")
 
 
 def read_checkpoint(path: Path) -> dict:

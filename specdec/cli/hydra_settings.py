@@ -195,15 +195,15 @@ def _names(prefix: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> N
 @contextmanager
 def settings_errors(config: str = "train") -> Iterator[None]:
     """Turn errors of Hydra into a ValueError: the first line of the message, and the most similar names."""
-    from hydra.errors import HydraException
+    from hydra.errors import HydraException, OverrideParseException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         yield
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error).strip().split("\n")[0]
-        if said.startswith("Error parsing override"):
-            said += f": settings are written NAME=VALUE; {QUOTES}"
+        if isinstance(error, OverrideParseException):
+            said = f"cannot read {error.override!r}: settings are written NAME=VALUE; {QUOTES}"
         inner = re.match(r"Key '([^']+)' is not in struct", str(error.__cause__))
         if inner and not re.search(rf"['.]{re.escape(inner[1])}['.]", said):  # in a mapping that was given
             raise ValueError(f"{said.rstrip('.')}: it holds no {inner[1]!r}") from None

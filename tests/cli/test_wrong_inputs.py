@@ -165,8 +165,9 @@ def test_a_path_may_hold_anything():
 
 
 def test_a_setting_without_a_value_shows_how_it_is_written(tmp_path):
-    code, err = call(("train", "data.path", "conv.jsonl"), tmp_path)
-    assert code == 2
-    assert err.startswith("error: Error parsing override 'data.path': settings are written NAME=VALUE; quote a value")
+    for given in ("data.path", "my setting=3"):
+        code, err = call(("train", given), tmp_path)
+        assert code == 2
+        assert err.startswith(f"error: cannot read {given!r}: settings are written NAME=VALUE; quote a value")
     code, err = call(("lab", "bench", "configurations={short:{new_tokens:4}}"), tmp_path)
     assert (code, err) == (2, "error: Could not override 'configurations': it holds no 'new_tokens'\n")

@@ -111,7 +111,8 @@ def check(name: str, args: argparse.Namespace) -> None:
         given = flags.get(flag)
         for place in given if isinstance(given, list) else [given]:
             code, checkpoint = own.split(str(place))
-            if place is not None and not str(place).startswith("ngram") and (checkpoint or code not in points):
+            new = checkpoint is None and (own.is_own(place) or code in points)
+            if place is not None and not str(place).startswith("ngram") and not new:
                 check_place(place)
     tree = flags.get("tree")
     if isinstance(tree, str) and tree.isidentifier() and tree not in ("auto", *points) and not Path(tree).is_file():

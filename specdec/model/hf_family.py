@@ -24,6 +24,9 @@ def read_windows(config: PretrainedConfig) -> dict[str, int | None]:
 
     Raises ValueError for a family with layers of another kind, or with a mask that we cannot replace.
     """
+    for field in ("sliding_window", "attention_chunk_size"):
+        if not hasattr(type(config), field) and hasattr(config, field):
+            setattr(config, field, None)  # the family has no windows: only transformers' cache would read the field
     family, layers = config.model_type, DynamicCache(config=config).layers
     windows: dict[str, int | None] = {}
     for kind, layer in zip(getattr(config, "layer_types", None) or [""] * len(layers), layers, strict=True):

@@ -32,6 +32,7 @@ def test_the_page(folder, monkeypatch):
     assert len(FILES["toy.py"].strip().splitlines()) <= 42
     commands = re.findall(r"^    ((?:printf|specdec) .+)", PAGE, re.MULTILINE)
     assert len(commands) == 4
+    commands.insert(1, "specdec generate --draft toy.py:create --tree 1/3/4 --prompt x --max-new-tokens 4")
     subprocess.run(commands[0], shell=True, check=True)
     for command in commands[1:]:
         monkeypatch.setattr(own, "_passed", {})  # each is a process of its own

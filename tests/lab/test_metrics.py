@@ -114,6 +114,11 @@ def test_command(tmp_path):
     assert re.search(r"mtp_acceptance_rate\W+0\.429.*\W-\W", out)
     assert re.search(r"math\W+2\.333", out)
     assert "is not a trace" in refused(main, tmp_path)
+    other, diagnose = str(tmp_path / "other"), main_of("trace diagnose")
+    write_trace(Trace({"drafter": {"class": "Eagle3"}}, {}, ROWS), other)
+    assert "drafted anything: record answers of several tokens" in refused(diagnose, plain)
+    assert "was drafted by a drafter of class Eagle3, and not Mtp" in refused(diagnose, other)
+    assert "accepted in 50% of the rounds" in run_here(diagnose, one).stdout
 
 
 def table_rows(heading: str) -> list[list[str]]:

@@ -137,6 +137,21 @@ def test_nothing_is_measured_twice_and_points_of_other_code_are_left_out(whole, 
     assert collect(whole) == ([], {}, 9)
 
 
+def test_points_of_one_name_are_told_apart(target, tmp_path):
+    """Another drafter of the same name, and then another verifier, in the folder of an earlier sweep."""
+    for draft, rule in (("ngram", "match"), ("ngram:suffix", "match"), ("ngram:suffix", "typical")):
+        found = tiny_sweep(target, tmp_path, verifier=make_verifier(rule))
+        found.run(found.points([Draft.read({"draft": draft, "name": "mine"})], ["1/2/3"], False, None))
+    names = [r["names"]["draft"] for r in collect(tmp_path)[0]]
+    match, typical = (f", verifier {make_verifier(rule)}" for rule in ("match", "typical"))
+    drafters = [
+        f"mine, weights ngram{match}",
+        f"mine, weights ngram:suffix{match}",
+        f"mine, weights ngram:suffix{typical}",
+    ]
+    assert sorted(names) == sorted(drafters)
+
+
 # Interruptions
 
 

@@ -79,6 +79,15 @@ def test_the_context_ends_where_exactness_ends(family, fields, context, tmp_path
     assert load(tmp_path).config.context == context
 
 
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
+@torch.inference_mode()
+def test_a_window_that_the_family_ignores_is_ignored(field, tmp_path):
+    """A Llama made from a Mistral keeps Mistral's `sliding_window`, and its modules attend to everything."""
+    model, ids = save_hf(tmp_path, "llama", **{field: 8}), torch.randint(99, (1, 30))
+    target = load(tmp_path, generic=True)
+    torch.testing.assert_close(target(ids, target.new_cache(1, 32))[0], model(ids, use_cache=False).logits)
+
+
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])
 def test_the_check_on_loading_notices_a_model_that_does_not_listen(ignored, tmp_path, monkeypatch):
     save_hf(tmp_path, "gpt2")

@@ -73,8 +73,19 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
         settled = greedy or r["settings"].get("tree", {}).get("verifier") == str(sample_and_match)
         if answers is not None and base is not None and settled:
             r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
+    _tell_apart(current)
     current.sort(key=_order)
     return current, {r["key"]: times[r["key"]] for r in current}, len(folders) - len(current)
+
+
+def _tell_apart(results: list[dict]) -> None:
+    """Append to drafters of one name in one table the settings in which they differ, such as weights or verifier."""
+    for points in [mine for group in groups(results) for mine in by_drafter(group).values()]:
+        own = [r["settings"] | r["settings"].get("draft", {}) | r["settings"].get("tree", {}) for r in points]
+        for field in ("weights", "token_map", "feedback", "verifier", "sampled", "probe"):
+            if len({str(settings[field]) for settings in own if field in settings}) > 1:
+                for r, settings in zip(points, own, strict=True):
+                    r["names"]["draft"] += f", {field} {settings[field]}" if field in settings else ""
 
 
 def _read_point(folder: Path, now: str) -> tuple[dict, dict] | None:

@@ -264,10 +264,24 @@ def causes(rows: Rows, drafter: Drafter, decode: Callable[[int], str]) -> list[s
 
 def run(args: argparse.Namespace) -> None:
     """Run `specdec trace diagnose`."""
-    rows = [row for folder in args.traces for row in read_trace(folder).rows]
+    traces = {folder: read_trace(folder) for folder in args.traces}
+    rows = [row for trace in traces.values() for row in trace.rows]
+    if not any(r.drafted for row in rows for r in row.rounds):
+        raise ValueError(
+            f"no round of {args.traces[0]} drafted anything: record answers of several tokens, with a drafter"
+        )
     models = read_flags(ModelSettings, args)
     target = models.load_target()
-    found = causes(rows, models.load_drafter(target), lambda token: target.tokenizer.decode([token]))
+    drafter = models.load_drafter(target)
+    kind = {"class": type(drafter).__name__}
+    for folder, trace in traces.items():
+        made = trace.settings.get("drafter")
+        if isinstance(made, dict) and made | kind != made:
+            raise ValueError(
+                f"{folder} was drafted by a drafter of class {made.get('class')}, and not {kind['class']}: give its "
+                "drafter as --draft"
+            )
+    found = causes(rows, drafter, lambda token: target.tokenizer.decode([token]))
     if args.draft is not None and not args.draft.startswith("ngram"):
         stage(f"reading {args.draft} in other ways, on {PROBED} prompts")
         prompts = read_prompts(check.PROMPTS)[:PROBED]

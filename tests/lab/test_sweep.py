@@ -137,7 +137,7 @@ def test_nothing_is_measured_twice_and_points_of_other_code_are_left_out(whole, 
     assert collect(whole) == ([], {}, 9)
 
 
-def test_points_of_one_name_are_told_apart(target, tmp_path):
+def test_points_of_one_name_are_distinguished(target, tmp_path):
     """Another drafter of the same name, and then another verifier, in the folder of an earlier sweep."""
     for draft, rule in (("ngram", "match"), ("ngram:suffix", "match"), ("ngram:suffix", "typical")):
         found = tiny_sweep(target, tmp_path, verifier=make_verifier(rule))

@@ -73,12 +73,12 @@ def collect(out: Path) -> tuple[list[dict], dict[str, dict], int]:
         settled = greedy or r["settings"].get("tree", {}).get("verifier") == str(sample_and_match)
         if answers is not None and base is not None and settled:
             r["identical"] = sum(a == b for a, b in zip(answers, base, strict=False))
-    _tell_apart(current)
+    _distinguish(current)
     current.sort(key=_order)
     return current, {r["key"]: times[r["key"]] for r in current}, len(folders) - len(current)
 
 
-def _tell_apart(results: list[dict]) -> None:
+def _distinguish(results: list[dict]) -> None:
     """Append to drafters of one name in one table the settings in which they differ, such as weights or verifier."""
     for points in [mine for group in groups(results) for mine in by_drafter(group).values()]:
         own = [r["settings"] | r["settings"].get("draft", {}) | r["settings"].get("tree", {}) for r in points]

@@ -97,7 +97,7 @@ def check(name: str, args: argparse.Namespace) -> None:
     if flags.get("part") is not None:
         args.part = read_part(args.part)
     for flag, what in (("prompts", "prompt"), ("json_schema", "JSON schema"), ("settings", "settings")):
-        if isinstance(flags.get(flag), Path):
+        if isinstance(flags.get(flag), Path) and not flags[flag].is_fifo():  # which can be read once only
             with open_text(flags[flag], what):
                 pass
     for flag in ("out", "chart"):

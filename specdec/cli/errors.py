@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from specdec.ranks import GONE, first_to_end, largest, world
+from specdec.threads import Call
 
 OF_STREAMS = (errno.ENOSPC, errno.EIO, errno.EBADF)  # without a file's name: files are written by `cli.files`
 OF_TORCH = ("DefaultCPUAllocator", "out of memory")  # in what torch says when there is not enough memory
@@ -149,6 +150,9 @@ def fail(message: str, code: int = 2) -> None:
     _speak()
     if first_to_end():
         print(message, file=sys.stderr)
+    if any(isinstance(thread, Call) for thread in threading.enumerate()):
+        silence()
+        os._exit(code)  # the interpreter's clean-up would abort the process in torch's code, which the thread runs
     sys.exit(code)
 
 

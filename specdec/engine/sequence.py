@@ -169,10 +169,10 @@ def check_prompt(prompt: list[int], vocab: int, context: int) -> None:
         raise ValueError("the prompt is empty; give at least one token")
     if wrong := [token for token in prompt if type(token) is not int and not isinstance(token, Integral)]:
         raise ValueError(f"a prompt must be token ids here, got {wrong[0]!r:.60}")
-    if min(prompt) < 0 or max(prompt) >= vocab:
+    if strange := [token for token in prompt if not 0 <= token < vocab]:
         raise ValueError(
-            f"the prompt holds token {max(prompt)}, but the target's vocabulary has {vocab} tokens only: "
-            "the tokenizer does not belong to it"
+            f"the prompt holds token {strange[0]}, but the target's ids are 0 to {vocab - 1}: "
+            "give ids of this target's tokenizer"
         )
     if len(prompt) >= context:
         raise ValueError(

@@ -28,6 +28,7 @@ from pydantic.json_schema import models_json_schema
 from specdec import __version__
 from specdec.serve.exchange import Exchange, Receive, Send, read_body, unless_stopped
 from specdec.serve.jobs import Delta
+from specdec.serve.metrics import Metrics
 from specdec.serve.protocol import Ask, ChatAsk, CompletionAsk
 from specdec.serve.refusal import Refusal
 from specdec.serve.scheduler import Scheduler, hand_out
@@ -58,7 +59,7 @@ def make_app(
     pages: dict[str, Any] = {"docs_url": None, "redoc_url": None, "openapi_url": None}
     app = FastAPI(title="specdec", version=__version__, lifespan=lambda _: running(service.scheduler), **pages)
     _add_errors(app, service)
-    app.add_middleware(Callers, hosts=hosts, origins=origins)
+    app.add_middleware(Callers, hosts=hosts, origins=origins, metrics=service.scheduler.metrics)
     if any(origins):
         app.add_middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["*"], allow_headers=["*"])
     _add_state(app, service)
@@ -109,9 +110,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(Refusal)
     async def refused(request: Request, refusal: Refusal):
-        service.scheduler.metrics.add("specdec:requests_refused", status=refusal.status)
-        headers = {"retry-after": "1"} if refusal.status in (429, 503) else None
-        return JSONResponse(refusal.body(), refusal.status, headers=headers)
+        return respond(refusal, service.scheduler.metrics)
 
     @app.exception_handler(404)
     @app.exception_handler(405)
@@ -124,15 +123,24 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         return await refused(request, Refusal(f"the server has failed: {type(error).__name__}", status=500))
 
 
+def respond(refusal: Refusal, metrics: Metrics) -> Response:
+    """Count a refused request, and return its response."""
+    metrics.add("specdec:requests_refused", status=refusal.status)
+    headers = {"retry-after": "1"} if refusal.status in (429, 503) else None
+    return JSONResponse(refusal.body(), refusal.status, headers=headers)
+
+
 class Callers:
     """Refuses foreign names of this host and foreign web pages, and returns each request's `X-Request-Id`.
 
     It is plain ASGI: `app.middleware` would hand every chunk of a stream on through a queue.
     """
 
-    def __init__(self, app: Callable[..., Awaitable[None]], hosts: Sequence[str], origins: Sequence[str]):
+    def __init__(
+        self, app: Callable[..., Awaitable[None]], hosts: Sequence[str], origins: Sequence[str], metrics: Metrics
+    ):
         """hosts, origins: as for `make_app`."""
-        self.app, self.hosts, self.origins = app, hosts, origins
+        self.app, self.hosts, self.origins, self.metrics = app, hosts, origins, metrics
 
     async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:
         """Answer a request, or have the application answer it."""
@@ -147,19 +155,20 @@ class Callers:
                 message["headers"] = [*message["headers"], (b"x-request-id", number.encode("latin-1"))]
             await send(message)
 
-        await (self.refused(request) or self.app)(scope, receive, numbered)
+        refusal = self.refused(request)
+        await (respond(refusal, self.metrics) if refusal else self.app)(scope, receive, numbered)
 
-    def refused(self, request: Request) -> Response | None:
-        """Return the response to a request that is not for the application."""
+    def refused(self, request: Request) -> Refusal | None:
+        """Return why a request is not for the application."""
         host = request.url.hostname or ""
         origin = request.headers.get("origin")
         own = origin in (f"http://{request.headers.get('host')}", f"https://{request.headers.get('host')}")
         if "*" not in self.hosts and host not in self.hosts:
-            return JSONResponse(Refusal(FOREIGN.format("host", host, "--allowed-hosts")).body(), 403)
+            return Refusal(FOREIGN.format("host", host, "--allowed-hosts"), status=403)
         if origin is not None and not own and not {"*", origin} & set(self.origins):
-            return JSONResponse(Refusal(FOREIGN.format("web page", origin, "--cors-origins")).body(), 403)
-        if request.headers.get("content-type", "").startswith("text/plain"):
-            return JSONResponse(Refusal("the body must be application/json, not text/plain").body(), 415)
+            return Refusal(FOREIGN.format("web page", origin, "--cors-origins"), status=403)
+        if request.headers.get("content-type", "").lower().startswith("text/plain"):
+            return Refusal("the body must be application/json, not text/plain", status=415)
         return None
 
 

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> None:
     listener = listen(args.host, args.port)  # before models, which take a while
     with listener:
         service, recorder = apart(make_models, args)
-        app = make_app(service, key, hosts_of(args), (args.cors_origins or "").split(","))
+        app = make_app(service, key and key.strip(), hosts_of(args), names_in(args.cors_origins or ""))
         listener.listen()  # before the address is printed, so that a client that reads it can connect
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -67,8 +67,13 @@ def hosts_of(args: argparse.Namespace) -> list[str]:
     """
     local = ["localhost", "127.0.0.1", "::1", "[::1]"]
     if args.allowed_hosts:
-        return args.allowed_hosts.split(",")
+        return names_in(args.allowed_hosts)
     return local if args.host in local else ["*"]
+
+
+def names_in(listed: str) -> list[str]:
+    """Return the names that commas separate as browsers send them: in lower case, without a slash at the end."""
+    return [name.strip().rstrip("/").lower() for name in listed.split(",")]
 
 
 def apart(make: Callable[..., Made], *args) -> Made:

@@ -15,7 +15,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from specdec.cli import files
+from specdec.cli import checks, files
+from specdec.cli.commands import parse
 from specdec.cli.reading import MOST_LINE, lines_of
 from specdec.text import read_prompts
 from specdec.training.data import Tally, read_records
@@ -247,3 +248,9 @@ def test_a_line_of_50_mb_is_not_in_memory(tmp_path):
     tracemalloc.stop()
     assert lengths == [MOST_LINE + 1, 3, MOST_LINE + 1]
     assert peak < 6 * MOST_LINE
+
+
+def test_a_pipe_of_prompts_is_left_to_the_reader(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setattr(checks, "open_text", lambda *_: pytest.fail("it was opened"))
+    parse("generate", ["--prompts", str(tmp_path / "pipe"), "--no-draft"])

@@ -11,7 +11,7 @@ from helpers import main_of, refused
 from specdec.cli.commands import parse
 from specdec.serve import serve_command
 from specdec.serve.app import _Failures
-from specdec.serve.serve_command import KEY, closing_protocol, hosts_of
+from specdec.serve.serve_command import KEY, closing_protocol, hosts_of, names_in
 
 main = main_of("serve")
 
@@ -52,6 +52,7 @@ async def test_hosts_pages_and_bodies_of_strangers(server):
         ({"host": "localhost", "origin": "http://evil.example"}, 403),
         ({"host": "localhost", "origin": "null"}, 403),
         ({"host": "localhost", "content-type": "text/plain;charset=UTF-8"}, 415),
+        ({"host": "localhost", "content-type": "Text/Plain"}, 415),
         ({"host": "localhost", "content-type": "application/json; charset=utf-8"}, 200),
     ):
         answer = await server.client.post(TEXT, json=ASK, headers=headers)
@@ -60,12 +61,16 @@ async def test_hosts_pages_and_bodies_of_strangers(server):
     assert answer.headers["x-request-id"]
     answer = await server.client.get("/health", headers={"host": "evil.example", "x-request-id": "abc"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (403, "abc")
+    server.client.headers["host"] = "localhost"
+    counted = await server.counters()
+    assert [counted[f"specdec:requests_refused_total {status}"] for status in (403, 415)] == [6, 2]
 
 
 def test_a_server_for_this_machine_answers_to_its_names_only():
     assert hosts_of(parse("serve", [])) == ["localhost", "127.0.0.1", "::1", "[::1]"]
     assert hosts_of(parse("serve", ["--host", "0.0.0.0"])) == ["*"]
-    assert hosts_of(parse("serve", ["--host", "0.0.0.0", "--allowed-hosts", "a.example,b"])) == ["a.example", "b"]
+    assert hosts_of(parse("serve", ["--host", "0.0.0.0", "--allowed-hosts", "A.example, b"])) == ["a.example", "b"]
+    assert names_in("http://localhost:3000/, https://Page.example") == ["http://localhost:3000", "https://page.example"]
 
 
 @served()

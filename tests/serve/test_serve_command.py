@@ -60,7 +60,7 @@ def test_cuts_do_not_go_with_compiled_rounds(target_path, drafter_path):
 
 def test_a_process_serves_and_ends_what_runs_when_it_is_stopped(target_path, drafter_path, tmp_path):
     words = ["--target", str(target_path), "--draft", str(drafter_path), "--port", "0", "--topk", "3", "--steps", "3"]
-    words += ["--adaptive", "table:1=3,4=1", "--trace", str(tmp_path / "trace"), "--api-key", "secret-key"]
+    words += ["--adaptive", "table:1=3,4=1", "--trace", str(tmp_path / "trace"), "--api-key", " secret-key "]
     command = [sys.executable, "-m", "specdec", "serve", *words, "--served-model-name", "tiny"]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {"OMP_NUM_THREADS": "1"}}
     process = subprocess.Popen(command, text=True, **how)
@@ -110,6 +110,23 @@ def test_ctrl_c_need_not_wait_for_what_is_made_apart():
         apart(ended.wait, 60)
     assert not ended.is_set()
     ended.set()
+
+
+def test_a_signal_while_torch_runs_apart_is_no_abort():
+    code = """if True:
+        import os, signal, threading, torch
+        from specdec.cli.errors import one_sentence_errors
+        from specdec.serve.serve_command import apart
+
+        def make():
+            while True:
+                torch.ones(64, 64) @ torch.ones(64, 64)
+
+        threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+        one_sentence_errors(lambda: apart(make))()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (143, "terminated\n")
 
 
 def test_addresses():

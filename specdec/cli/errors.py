@@ -91,12 +91,20 @@ def terminable() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if raised and not isinstance(error, ValueError | OSError):  # an interrupted import fails with any error
+        # An interrupted import fails with any error, at once or where its module is used.
+        if raised and not (isinstance(error, ValueError | OSError) and _of_termination(error)):
             raise Terminated from None
         raise
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _of_termination(error: BaseException | None) -> bool:
+    """Return whether an error was raised while `Terminated` was handled, as when a file cannot be saved."""
+    while error is not None and not isinstance(error, Terminated):
+        error = error.__context__
+    return error is not None
 
 
 def one_sentence_errors(main: Callable) -> Callable:

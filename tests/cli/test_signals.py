@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -119,15 +120,21 @@ def test_any_command_cleans_up_after_sigterm(tmp_path):
 
 
 def test_an_error_of_what_sigterm_interrupted_is_not_reported():
-    @one_sentence_errors
-    def main():
+    def main(at_once, later):
         try:
             os.kill(os.getpid(), signal.SIGTERM)
-        except KeyboardInterrupt:  # as of numpy's imports
-            raise RecursionError from None
+        except KeyboardInterrupt:
+            if at_once:
+                raise at_once from None
+        raise later
 
-    done = run_here(main)
-    assert (done.returncode, done.stderr) == (143, "terminated\n")
+    for at_once, later, code, message in (
+        (RecursionError(), None, 143, "terminated\n"),  # as of numpy's imports
+        (None, ValueError("no module"), 143, "terminated\n"),  # as of torch's, which swallow the signal
+        (ValueError("not saved"), None, 2, "error: not saved\n"),
+    ):
+        done = run_here(partial(one_sentence_errors(main), at_once, later))
+        assert (done.returncode, done.stderr) == (code, message)
 
 
 def test_a_signal_that_another_process_got_is_no_success():

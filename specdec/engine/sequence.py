@@ -171,7 +171,7 @@ def check_prompt(prompt: list[int], vocab: int, context: int) -> None:
         raise ValueError(f"a prompt must be token ids here, got {wrong[0]!r:.60}")
     if strange := [token for token in prompt if not 0 <= token < vocab]:
         raise ValueError(
-            f"the prompt holds token {strange[0]}, but the target's ids are 0 to {vocab - 1}: "
+            f"the prompt holds token {strange[0]}, but the target's vocabulary has ids 0 to {vocab - 1}: "
             "give ids of this target's tokenizer"
         )
     if len(prompt) >= context:

@@ -214,7 +214,7 @@ WRONG = [
     (CHAT, {"messages": [{"role": "user", "\ud800": 1}]}, "messages[0].\ufffd\ufffd\ufffd", "which is not built"),
     (TEXT, {"prompt": ""}, "prompt", "the prompt is empty"),
     (TEXT, {"prompt": [10**9]}, "prompt", "the prompt holds token 1000000000"),
-    (TEXT, {"prompt": [5, -1]}, "prompt", "the prompt holds token -1, but the target's ids are 0 to"),
+    (TEXT, {"prompt": [5, -1]}, "prompt", "the prompt holds token -1, but the target's vocabulary has ids 0 to"),
     (TEXT, {"prompt": [1] * 100}, "prompt", "but a text may have 100 here"),
     (TEXT, {"prompt": "x", "temperature": "hot"}, "temperature", "must be a valid number, got 'hot'"),
     (TEXT, {"prompt": "x", "top_p": 0}, "top_p", "must be greater than 0, got 0"),

@@ -1,5 +1,7 @@
 """What the config of a transformers model states, and whether the model is exact with our cache."""
 
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PretrainedConfig, cache_utils
@@ -24,6 +26,7 @@ def read_windows(config: PretrainedConfig) -> dict[str, int | None]:
 
     Raises ValueError for a family with layers of another kind, or with a mask that we cannot replace.
     """
+    config = copy(config)
     for field in ("sliding_window", "attention_chunk_size"):
         if not hasattr(type(config), field) and hasattr(config, field):
             setattr(config, field, None)  # the family has no windows: only transformers' cache would read the field

@@ -139,7 +139,7 @@ class Callers:
     def __init__(
         self, app: Callable[..., Awaitable[None]], hosts: Sequence[str], origins: Sequence[str], metrics: Metrics
     ):
-        """hosts, origins: as for `make_app`."""
+        """hosts, origins: as for `make_app`. metrics: counts the refused requests."""
         self.app, self.hosts, self.origins, self.metrics = app, hosts, origins, metrics
 
     async def __call__(self, scope: dict, receive: Receive, send: Send) -> None:

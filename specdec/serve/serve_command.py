@@ -43,12 +43,12 @@ def run(args: argparse.Namespace) -> None:
     if args.trace is not None:
         check_trace_folder(args.trace)
     key = args.api_key if args.api_key is not None else os.environ.get(KEY)
-    if key is not None and not key.strip():
+    if key is not None and not (key := key.strip()):
         raise ValueError(f"the API key is empty: give --api-key KEY, or unset ${KEY} to serve without one")
     listener = listen(args.host, args.port)  # before models, which take a while
     with listener:
         service, recorder = apart(make_models, args)
-        app = make_app(service, key and key.strip(), hosts_of(args), names_in(args.cors_origins or ""))
+        app = make_app(service, key, hosts_of(args), names_in(args.cors_origins or ""))
         listener.listen()  # before the address is printed, so that a client that reads it can connect
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -86,6 +86,8 @@ def test_a_window_that_the_family_ignores_is_ignored(field, tmp_path):
     model, ids = save_hf(tmp_path, "llama", **{field: 8}), torch.randint(99, (1, 30))
     target = load(tmp_path, generic=True)
     torch.testing.assert_close(target(ids, target.new_cache(1, 32))[0], model(ids, use_cache=False).logits)
+    TransformersTarget(model)
+    assert getattr(model.config, field) == 8
 
 
 @pytest.mark.parametrize("ignored", ["attention_mask", "position_ids"])

@@ -273,13 +273,13 @@ def run(args: argparse.Namespace) -> None:
     models = read_flags(ModelSettings, args)
     target = models.load_target()
     drafter = models.load_drafter(target)
-    kind = {"class": type(drafter).__name__}
+    kind = type(drafter).__name__
     for folder, trace in traces.items():
         made = trace.settings.get("drafter")
-        if isinstance(made, dict) and made | kind != made:
+        if isinstance(made, dict) and made.get("class") != kind:
             raise ValueError(
-                f"{folder} was drafted by a drafter of class {made.get('class')}, and not {kind['class']}: give its "
-                "drafter as --draft"
+                f"{folder} was drafted by a drafter of class {made.get('class')}, and not {kind}: give its drafter as "
+                "--draft"
             )
     found = causes(rows, drafter, lambda token: target.tokenizer.decode([token]))
     if args.draft is not None and not args.draft.startswith("ngram"):

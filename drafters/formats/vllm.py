@@ -130,6 +130,8 @@ def notes(config: dict) -> list[str]:
             f"the bias of fc is in an embedding of the head's own, {config['vocab_size']} x {config['hidden_size']} "
             "numbers in addition to the target's (heads trained with drafter.fc_bias=false need none)"
         )
+    if "medusa_fc_bias" in config:
+        out.append("vLLM decodes with Medusa heads up to version 0.32 only")
     return out
 
 

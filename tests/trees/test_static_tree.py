@@ -135,3 +135,9 @@ def test_answers_of_one_token_make_no_file(target_path, drafter_path, tmp_path):
         assert read_acceptance(draft) is None
         Decoding(target, [[3, 5]], "prompts", 2, tokens).keep_acceptance(draft)
     assert read_acceptance(draft) is not None
+    (draft / FILE).unlink()
+    few = (*words[:-2], "--max-new-tokens", 4, "--keep", "--topk", 1, "--steps", 2)
+    assert "2 levels and 1 children has 2 to 3 nodes" in refused(main_of("tune tree"), *few, *words[-2:])
+    assert read_acceptance(draft) is None
+    main_of("tune tree")([*map(str, few)])  # no tree is written, so it may have any number of nodes
+    assert read_acceptance(draft) is not None

@@ -39,6 +39,9 @@ def run(args: argparse.Namespace) -> None:
     target, drafter = load_models(args)
     if args.topk > drafter.vocab.size:
         raise ValueError(f"topk is {args.topk}, but the draft vocabulary has {drafter.vocab.size} tokens only")
+    steps = drafter.deepest(args.steps)
+    if args.out is not None:  # which refuses a number of nodes that no such tree has
+        optimal_paths([[0.0] * args.topk] * steps, args.num_draft_tokens)
     prompts = read_encoded(target, args.prompts, args.limit, args.raw)
     about = f"{len(prompts)} prompts of {args.prompts.name}, {args.max_new_tokens} tokens"
     temperatures = sorted({args.temperature, *(TEMPERATURES if args.keep else ())})
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     for t in temperatures:
         stage(f"decoding {len(prompts)} prompts at temperature {t:g}, and drafting along the answers")
         answers = answers_to(target, prompts, Sampling(t), max_new_tokens=args.max_new_tokens, seed=args.seed)
-        recording = record(target, drafter, answers, steps=drafter.deepest(args.steps), sampling=Sampling(t))
+        recording = record(target, drafter, answers, steps=steps, sampling=Sampling(t))
         found[t] = recording.along(args.topk)
     if any(measured.empty for measured in found.values()):
         raise ValueError(
@@ -54,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
             "raise --max-new-tokens, or give other prompts"
         )
     accept, along = found[args.temperature].table(), found[args.temperature]
-    paths = optimal_paths(accept, args.num_draft_tokens)
+    paths = [] if args.out is None else optimal_paths(accept, args.num_draft_tokens)
     try:
         if stored is not None:
             write_text(stored, Acceptance(tuple(found.values()), about).as_text())

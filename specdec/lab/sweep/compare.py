@@ -137,7 +137,8 @@ def decode_in_turn(
 
 def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool = True) -> Score:
     """Return a drafter's figures from its tally and from plain decoding's. greedy: whether decoding was greedy."""
-    traces = [row.trace for row in tally.rows]
+    traces, prompts = [row.trace for row in tally.rows], len(tally.counts)
+    same = [a.tokens == b.tokens for a, b in zip(tally.rows, plain.rows, strict=True)]  # one trial after the other
     rounds = max(sum(trace.rounds for trace in traces), 1)
     times, interval = ratio(tally, plain)
     return Score(
@@ -154,9 +155,9 @@ def score(name: str, way: ComparedWay, tally: Tally, plain: Tally, greedy: bool 
         ratio_to_plain=times,
         ratio_interval=interval,
         milliseconds_a_round={part: 1e3 * tally.parts[part] / rounds for part in PARTS},
-        same_as_plain=sum(a.tokens == b.tokens for a, b in zip(tally.rows, plain.rows, strict=True)),
+        same_as_plain=sum(all(same[number::prompts]) for number in range(prompts)),
         settled=greedy or way.verifier.couples,
-        prompts=len(tally.rows),
+        prompts=prompts,
         num_draft_tokens=way.tree.num_draft_tokens,
         draft_vocab=way.drafter.vocab.size,
         compiled=way.compile,

@@ -17,15 +17,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import ops, registry
-from specdec.api import load_drafter
 from specdec.cli.files import output_folder
 from specdec.lab.bench.bench import Bench, Configuration, text_prompts
 from specdec.lab.bench.bench_command import make_contenders, print_rows
-from specdec.lab.bench.contenders import bandwidth
-from specdec.lab.models import read_entry
+from specdec.lab.bench.contenders import Ours, bandwidth
 from specdec.lab.output import machine_in_short, write_csv, write_figure, write_json
 from specdec.lab.sweep.compare import as_rows
-from specdec.lab.sweep.comparison import FIELDS, compare, named
+from specdec.lab.sweep.comparison import compare, named, way_of
 from specdec.model.names import bundled_drafts, called, draft_for
 from specdec.text import encode_prompt, read_prompts
 from specdec.training.build import instantiate
@@ -51,15 +49,23 @@ def entries_of(settings: dict) -> dict:
     return named([*bundled_drafts(target), "ngram", "ngram:suffix"])
 
 
-def contenders_of(settings: dict, target, entry: object) -> dict:
-    """Return how to make plain decoding, the first drafter and the engines of `with`. ValueError if there is none."""
+def contenders_of(settings: dict, target, name: str, entry: object) -> dict:
+    """Return how to make plain decoding, the first entry and the engines of `with`. ValueError if there is none."""
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
     contenders = ["plain", "speculative", *engines]
+    given = {"tree": tree_of_settings(settings), "verifier": "match"}
+    given |= {name: settings[name] for name in ("token_map", "compile")}
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
-    drafter = read_entry(entry, FIELDS, "the first entry")
-    maps = {"token_map": drafter.get("token_map", settings["token_map"])}
     slots = min(ENGINE_PROMPT + settings["max_new_tokens"], target.config.context)
-    return make_contenders(settings, target, lambda: load_drafter(drafter["draft"], target, **maps), slots)
+
+    way = partial(way_of, name, entry, target, given)
+
+    def speculative() -> Ours:
+        one = way()
+        return Ours(target, one.drafter, one.tree, one.verifier, one.compile)
+
+    made = make_contenders(settings, target, lambda: way().drafter, slots)
+    return made | {"plain": partial(Ours, target, compiled=settings["compile"]), "speculative": speculative}
 
 
 def with_engines(made: dict, settings: dict, target, prompts: list[str]) -> list[dict]:
@@ -100,7 +106,7 @@ def run(config: DictConfig) -> None:
     passed_on = ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")
     how: dict[str, Any] = {name: settings[name] for name in passed_on} | {"tree": tree_of_settings(settings)}
     first = next(iter(entries))
-    made = contenders_of(settings, target, entries[first]) if settings["with"] else {}
+    made = contenders_of(settings, target, first, entries[first]) if settings["with"] else {}
     found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
     scores, rate = found.scores, found.plain_tokens_per_second
     drawn = "greedy" if sampling.greedy else sampling

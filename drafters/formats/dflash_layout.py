@@ -45,9 +45,8 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tenso
 def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:
     """Write the layout of z-lab and SpecForge. Raise ValueError for a drafter that it cannot express."""
     how = meaning.forward
-    if meaning.own_head:
-        raise ValueError("this layout has no head of a drafter's own: take the layout speculators")
-    if how.window_from != "slot":
+    _check_head(meaning)
+    if any(how.sliding) and how.window_from != "slot":
         raise ValueError("a window before the anchor has no name in this layout: take the layout speculators")
     fields: dict[str, Any] = {"mask_token_id": how.mask_token, "target_layer_ids": [tap - 1 for tap in meaning.taps]}
     if meaning.conditional == "domino":
@@ -68,6 +67,11 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
         config["is_causal"] = False
     config |= {"num_target_layers": target.layers if target else None, "dflash_config": fields}
     return config | {"dtype": dtype_name(tensors["norm.weight"])}, tensors
+
+
+def _check_head(meaning: BlockMeaning) -> None:
+    if meaning.own_head:
+        raise ValueError("this layout has no head of a drafter's own: take the layout speculators")
 
 
 def layer_fields(meaning: BlockMeaning) -> dict:
@@ -127,6 +131,7 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
     how = meaning.forward
     if meaning.part:
         raise ValueError("this layout has no part of a vocabulary: take the layout speculators")
+    _check_head(meaning)
     check_form(meaning, heads=tuple(MARKOV.values()))
     if how.label != "p+k+1" or how.causal or any(how.sliding) or how.convolution:
         raise ValueError(
@@ -143,7 +148,8 @@ def write_deepspec(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts 
         "num_target_layers": target.layers,
         "dtype": dtype_name(tensors["norm.weight"]),
     }
-    return config, tensors | {name: copy.to(tensors["norm.weight"].dtype) for name, copy in copies.items()}
+    dtype = tensors["norm.weight"].dtype  # of a tied target both are one tensor, which files do not hold twice
+    return config, tensors | {name: part.to(dtype, copy=True) for name, part in copies.items()}
 
 
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[BlockMeaning, Tensors]:

@@ -176,7 +176,7 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleM
     shared = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
     meaning, first = speculators.read(config, shared, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tensors = from_file(tensors | {key: t for key, t in first.items() if key in tensors})
+    tensors = from_file({key: tensor for key, tensor in tensors.items() if key not in shared} | first)
     return completed(meaning, tensors, config.get("mask_token_id"), methods[0].get("speculative_tokens"), name), tensors
 
 

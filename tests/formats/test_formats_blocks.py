@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from specdec.drafters import formats
 from specdec.drafters import pard as pard_drafter
+from specdec.drafters import peagle as peagle_drafter
 from specdec.drafters.dflash import create
 from specdec.drafters.draft_model import DraftModel
 from specdec.drafters.formats import dflash, dflash_layout, load_drafter, open_checkpoint, pard, peagle, save_drafter
@@ -62,6 +63,21 @@ def test_a_part_of_the_vocabulary(target, tmp_path):
     assert (copied.layout, copied.meaning) == (dflash_layout.SPECULATORS, own)
     with pytest.raises(ValueError, match="no head of a drafter's own: take the layout speculators"):
         dflash_layout.write(copied.meaning, copied.tensors, facts_of(target))
+    markov = dataclasses.replace(own, draft_vocab=own.vocab, conditional="markov")
+    with pytest.raises(ValueError, match="no head of a drafter's own: take the layout speculators"):
+        dflash_layout.write_deepspec(markov, copied.tensors, facts_of(target))
+
+
+def test_where_windows_would_end_does_not_matter_without_windows(tmp_path):
+    """DeepSpec's layout holds the embeddings and the head of a tied target too, which are one tensor there."""
+    target = golden_target(load_file(GOLDEN / "dflash_model.safetensors"))
+    target.head.weight = target.embed.weight
+    drafter = create(target, layers=1, taps=(2, 6, 10), block_size=4, label="p+k+1", window_from="anchor")
+    parts = dflash.FAMILY.dismantle(drafter, target)
+    write_folder(tmp_path / "it", *dflash_layout.write_deepspec(*parts, facts_of(target)))
+    assert torch.equal(load_file(tmp_path / "it" / "model.safetensors")["lm_head.weight"], target.embed.weight)
+    save_drafter(drafter, tmp_path / "usual", target)
+    assert open_checkpoint(tmp_path / "usual").layout is dflash_layout.ZLAB
 
 
 @pytest.mark.parametrize("kind", [[], {}, 3, "other"])
@@ -151,6 +167,19 @@ def test_taps_in_another_order_take_mask_hidden_with_them(peagle_target):
     in_order = again.unroll(torch.cat([second, third, first], -1), tokens, 4)
     for ours, theirs in zip(drafter.unroll(feats, tokens, 4), in_order, strict=True):
         assert_close_in_fp32(ours.logits, theirs.logits)
+
+
+def test_one_layer_with_biases_is_read_from_the_layout_of_speculators(peagle_target):
+    made = peagle_drafter.create(peagle_target, taps=(2, 6, 9), layers=1, block_size=4)
+    meaning, tensors = peagle.FAMILY.dismantle(made, peagle_target)
+    meaning = dataclasses.replace(meaning, forward=dataclasses.replace(meaning.forward, qkv_bias=True))
+    sizes = {x: len(tensors[f"midlayer.self_attn.{x}_proj.weight"]) for x in "qkv"}
+    tensors |= {f"midlayer.self_attn.{x}_proj.bias": torch.randn(size) for x, size in sizes.items()}
+    config, spelled = peagle.SPECULATORS.write(meaning, tensors, facts_of(peagle_target))
+    again = peagle.FAMILY.construct(*peagle.SPECULATORS.read(config, spelled, "it"), peagle_target, "it")
+    assert torch.equal(
+        again.attention.qkv.bias, torch.cat([tensors[f"midlayer.self_attn.{x}_proj.bias"] for x in "qkv"])
+    )
 
 
 def test_an_embedding_that_is_not_there_is_the_targets(peagle_target):

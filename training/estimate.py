@@ -72,6 +72,7 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
     padded = Batches(samples, trainer.config.batch_tokens, seed=0)
     cached_tokens = sum(math.prod(padded.layout(indices)[1]) for indices in padded.by_length())
     seconds = measured.seconds_a_token * counts["tokens"] / trainer.processes.world
+    alone = measured.features_seconds_a_token
     return counts | {
         "memory": parts,
         "target_shared_by": measure.shared_target(trainer.target),
@@ -83,7 +84,7 @@ def estimate(trainer: Trainer, before: int = 0) -> dict:
         "run_disk": checkpoint * (trainer.config.keep + 1) + 2 * weights,
         "seconds_a_step": round(seconds / counts["steps"], 4),
         "seconds": round(seconds, 1),
-        "cache_seconds": round(measured.features_seconds_a_token * cached_tokens, 1),
+        "cache_seconds": alone and round(alone * cached_tokens, 1),
         "on_policy": trainer.rollouts is not None,
         "free_disk": measure.free_disk(trainer.out),
         "free_memory": measure.free_memory(trainer.target.device),
@@ -115,8 +116,10 @@ def size(count: int | None) -> str:
     return f"{count / 1024:.1f} KiB"
 
 
-def span(seconds: float) -> str:
-    """Return a duration in hours and minutes, or in minutes and seconds."""
+def span(seconds: float | None) -> str:
+    """Return a duration in hours and minutes, or in minutes and seconds, or 'unknown' for None."""
+    if seconds is None:
+        return "unknown"
     minutes, rest = divmod(seconds, 60)
     return f"{int(minutes // 60)} h {int(minutes % 60)} min" if minutes >= 60 else f"{int(minutes)} min {rest:.0f} s"
 

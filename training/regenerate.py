@@ -6,7 +6,7 @@
 With --server a server with OpenAI's interface answers (vLLM, SGLang or `specdec serve`), however large it is and
 on however many GPUs. Of T only the tokenizer is read, and the server gets token ids.
 It writes JSON lines in OpenAI form, or `{"text": prompt + answer}` for plain texts. Each answer has its `tokens`, which
-training learns, and its `finish_reason`: `stop`, or `length` where --max-new-tokens cut it off.
+training learns, and its `finish_reason`: `stop`, or `length` where --max-new-tokens or the context cut it off.
 After an interruption of any kind the same command continues, and ends with the same bytes as a run that was
 not interrupted.
 """
@@ -42,7 +42,7 @@ CONTINUED = (
     "the lines of a .txt file are continued as text, without the chat template; for questions that are answered in a "
     'chat give .jsonl, each line {"prompt": "..."}'
 )
-CUT = "answers cut off by --max-new-tokens: their end is not learnt"
+CUT = "answers cut off by --max-new-tokens or the target's context: their end is not learnt"
 
 
 @dataclass
@@ -208,7 +208,8 @@ def regenerate(
         if server is None:
             seeds = [(seed, number) for number in numbers]
             found = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seeds).rows
-            said = [("", row.tokens, "length" if row.finish == "length" else "stop") for row in found]
+            cut = "length", "context"
+            said = [("", row.tokens, "length" if row.finish in cut else "stop") for row in found]
         else:
             one = server.complete(ids[0], max_new_tokens, sampling, seed_of(seed, numbers[0]))
             server.check_ids(one, target.vocab)

@@ -122,10 +122,11 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
             f"objective.steps is {objective.steps}, but this drafter drafts {deepest} tokens only: give "
             f"objective={family_of(drafter).objective}, or objective.steps={deepest}"
         )
-    how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack, objective.lookahead
-    data = Batches(learnt, *how)
+    how = trainer_config.batch_tokens, trainer_config.seed, config.data.pack
+    data = Batches(learnt, *how, objective.lookahead)
+    ahead = max(objective.lookahead, trainer_config.decode_steps)  # the chain of the expected tau reads on too
     trainer_config = trainer_config.over(len(data.epoch(0)) / processes.world)
-    learns = target, drafter, objective, data, Batches(heldout, *how) if heldout else None
+    learns = target, drafter, objective, data, Batches(heldout, *how, ahead) if heldout else None
     settings = cast(dict, OmegaConf.to_container(config, resolve=True))
     more = processes, on_policy, online_features if cache is None else cache.features, data_signature(learnt)
     return Trainer(*learns, trainer_config, Path(config.out), settings, *more)

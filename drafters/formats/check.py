@@ -213,7 +213,7 @@ def judge(other: Outcome, start: Outcome, tests: int) -> None:
         other.verdict = "better" if other.reach > HARDLY else ""
         return
     gains = (other.followed.logp - start.followed.logp).double()
-    if not gains.isfinite().all():
+    if len(gains) < 2 or not gains.isfinite().all():  # of one position the error is unknown
         return
     steps, gain = gains.shape[1], gains.sum(1)
     error = float(gain.std()) / sqrt(max(len(gain), 2) / steps)

@@ -211,6 +211,15 @@ def test_intervals_are_over_answers():
     assert check.tau_of(rounds[:1]) == (2.0, None)
 
 
+def test_one_position_is_no_verdict():
+    pair = (
+        check.Outcome(check.Reading("", None, {}), None, Followed([], torch.full((1, 5), x)), (), 2) for x in (0, 1)
+    )
+    start, other = pair
+    check.judge(other, start, tests=1)
+    assert (other.verdict, other.gain) == (start.verdict, start.gain)
+
+
 @pytest.mark.parametrize(
     ("gain", "tau", "expected"),
     [(0.1, 2.1, "better"), (0.1, 2.0, "likelier"), (-0.1, 2.1, "worse"), (0.001, 2.1, "noise")],

@@ -52,6 +52,11 @@ CASES = [
     ("sweep", "max_new_tokens=5000", "no question of own fits the target's context"),
     ("sweep", "thinking=true raw=true", "thinking was set, but the prompts are raw"),
     ("sweep", "out={questions}", "cannot write to"),
+    (
+        "sweep",
+        "draft_tree=1/1/2 num_draft_tokens=null",
+        "best_tree finds trees of num_draft_tokens nodes: give numbers",
+    ),
     ("tune", "--repeats 0", "--repeats must be at least 1"),
     ("tune", "--max-new-tokens 1", "must be at least 2"),
     ("tune", "--topk 1,x", "wants whole numbers"),

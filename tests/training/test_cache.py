@@ -97,6 +97,8 @@ def test_states_are_stored_to_their_precision(store, bits):
     assert error.max() > 0
     with pytest.raises(ValueError, match="do not fit fp16: give store=bf16"):
         encode(states * 1e4, "fp16")
+    with pytest.raises(ValueError, match="NaN or Inf in these texts"):
+        encode(states.log(), store)
 
 
 @pytest.mark.parametrize(("store", "rounding"), [("fp16", 2**-11), ("bf16", 2**-8), ("int8", 1 / 127)])

@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 import torch
 from helpers import LEARNERS, save_hf, tiny_drafter, tiny_target
+from short_runs import composed
 
 from specdec.model.loader import load_target
 from specdec.model.target import Target
 from specdec.training.data import Batches, Sample
 from specdec.training.features.online import online_features
+from specdec.training.loop.evaluate import expected_tau
+from specdec.training.loop.parallel import Processes
 from specdec.training.objectives.eagle import EagleObjective
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.tokens import TokensObjective
+from specdec.training.train import assemble
 
 STEPS = 3
 
@@ -59,6 +63,22 @@ def test_no_conversation_of_a_row_sees_another(tmp_path):
                 torch.testing.assert_close(feats[row, here], alone_feats[0], rtol=0, atol=1e-5, msg=name)
                 apart = max(apart, (mixed[row, here] - alone[0]).abs().max().item())
         assert apart > 1e-3, f"{name}: without documents nothing differs, so the test shows nothing"
+
+
+def test_held_out_texts_have_the_expected_tau_of_each_alone(target_path, tmp_path):
+    """The chain reads further on than this objective does, and every token of a plain text is learnt."""
+    (file := tmp_path / "texts.jsonl").write_text(
+        "".join(f'{{"text": "{"a tree is green " * n}"}}\n' for n in range(1, 9))
+    )
+    found = []
+    for pack in ("null", "128"):
+        words = f"data.path={file}", f"data.pack={pack}", "data.heldout=6", "objective=mtp", "objective.steps=1"
+        words += "drafter=mtp", f"target.path={target_path}", f"out={tmp_path / 'run'}"
+        run = assemble(composed("train", *words, "trainer.decode_steps=4"), Processes())
+        batches = [run.heldout.collate(indices) for indices in run.heldout.epoch(0)]
+        features = (run._features(run.drafter, batch) for batch in batches)
+        found.append(sum(expected_tau(run.drafter, **f, steps=run.config.decode_steps) for f in features))
+    torch.testing.assert_close(*found)
 
 
 OBJECTIVES = {

@@ -1,9 +1,10 @@
 """Regeneration, here and by a server: after any interruption the same command continues to the same bytes."""
 
 import json
+import shutil
 
 import pytest
-from helpers import main_of, refused, run_here
+from helpers import edit_config, main_of, refused, run_here
 from remotes import small_server
 from short_runs import contents, small_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -98,6 +99,19 @@ def test_from_any_byte_on_it_goes_on_to_the_same_bytes(arguments, tmp_path, whol
                 break
         main(arguments(folder, *SAMPLED))
         assert contents(folder) == whole["sampled"], place
+
+
+def test_an_answer_that_the_context_cuts_off_is_no_whole_one(target_path, tmp_path, capsys):
+    shutil.copytree(target_path, short := tmp_path / "short")
+    (questions := tmp_path / "questions.jsonl").write_text(json.dumps({"prompt": "why?"}) + "\n")
+    used = len(encode_chat(load_target(target_path), [{"role": "user", "content": "why?"}]))
+    edit_config(short, max_position_embeddings=2 * used)
+    main(
+        [*map(str, ("--target", short, "--prompts", questions, "--max-new-tokens", 999, "--out", tmp_path / "a.jsonl"))]
+    )
+    answer = json.loads((tmp_path / "a.jsonl").read_text())["messages"][1]
+    assert (len(answer["tokens"]), answer["finish_reason"]) == (used, "length")
+    assert "answers cut off by --max-new-tokens or the target's context" in capsys.readouterr().err
 
 
 def test_the_settings_state_the_precision_of_products(arguments, tmp_path, matmul_precision):

@@ -25,7 +25,7 @@ from transformers.utils import logging
 from specdec.engine.engine import Engine
 from specdec.model.ends import every_token
 from specdec.model.loader import load_target
-from specdec.training import cache, train
+from specdec.training import cache, estimate, train
 from specdec.training.data import load_samples
 
 LAYERS = [0, 1, 2, 3]  # all of the target, as vLLM counts them
@@ -103,6 +103,10 @@ def test_features_and_training_are_those_of_the_target_here(where, target_path, 
     for a, b, c in zip(*(logged(tmp_path / "run" / name) for name in runs), strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
         assert b == c
+    estimate.run(composed("train", f"target.path={target_path}", *words))  # of the last one, which has no layers
+    said = capsys.readouterr().out
+    assert json.loads(said.splitlines()[-1])["cache_seconds"] is None
+    assert re.search("time of making a cache .* unknown", said)
     weights = [load_file(tmp_path / "run" / name / "draft" / "model.safetensors") for name in runs]
     assert all(torch.equal(weights[1][name], weights[2][name]) for name in weights[0])
 

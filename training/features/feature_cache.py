@@ -89,6 +89,8 @@ def wanted(mask: np.ndarray) -> np.ndarray:
 
 def encode(states: Tensor, store: str) -> tuple[Tensor, Tensor | None]:
     """Hidden states [...,H] as they are stored, and the scales [...,1] of int8."""
+    if not states.isfinite().all():
+        raise ValueError("the target computes NaN or Inf in these texts: give another target.dtype, such as fp32")
     if store == "int8":
         scale = states.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
         return (states / scale).round().to(torch.int8), scale

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from specdec.contracts import Drafter
+from specdec.model.ends import TargetEnds
 from specdec.model.names import resolve
 from specdec.training.features.online import online_features
 from specdec.training.loop.parallel import is_shard
@@ -114,7 +115,7 @@ class Measured:
 
     peak: int | None  # bytes, on the GPU or of this process; None if the system does not report it
     seconds_a_token: float  # of a training step, padding counted
-    features_seconds_a_token: float  # of the target's forward alone
+    features_seconds_a_token: float | None  # of the target's forward alone; None where its layers are not loaded
 
 
 def measure(trainer: Trainer, largest: list[int]) -> Measured:
@@ -142,6 +143,8 @@ def measure(trainer: Trainer, largest: list[int]) -> Measured:
     tokens = sum(batch.tokens.numel() for batch in batches)
     spent = sum(seconds(lambda batch=batch: trainer._step([batch])) for batch in batches)
     taps, autocast = trainer.drafter.taps, trainer.config.autocasting(device)
+    if isinstance(trainer.target, TargetEnds):
+        return Measured(peak, spent / tokens, None)
     features = sum(
         seconds(lambda batch=batch: online_features(trainer.target, batch, taps, autocast)) for batch in batches
     )

@@ -49,7 +49,10 @@ def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
     drafts = [replace(Draft.read(entry), name=name) for entry, name in zip(entries, names, strict=True)]
     best = settings["best_tree"]
     if best is not None:
-        best = best | {"num_draft_tokens": sorted(set(as_list(settings["num_draft_tokens"])))}
+        sizes = set(as_list(settings["num_draft_tokens"])) - {None}
+        if not sizes:
+            raise ValueError("best_tree finds trees of num_draft_tokens nodes: give numbers, or best_tree=null")
+        best = best | {"num_draft_tokens": sorted(sizes)}
     axes = (settings[name] for name in ("topk", "steps", "num_draft_tokens", "block"))
     trees = list(map(str, as_list(settings["draft_tree"]))) if settings["draft_tree"] is not None else grid(*axes)
     return sweep.points(drafts, trees, settings["baseline"], best)

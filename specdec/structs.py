@@ -84,9 +84,9 @@ class SamplingBatch:
             return torch.tensor(values, device=device)
 
         self.greedy = column([s.greedy for s in rows])
-        self.temperature = column([s.temperature or 1.0 for s in rows])
+        self.temperature = column([float(s.temperature) or 1.0 for s in rows])
         self.top_k = column([s.top_k for s in rows])
-        self.tail = column([1 - s.top_p for s in rows])  # the mass that top-p may leave out
+        self.tail = column([1.0 - s.top_p for s in rows])  # the mass that top-p may leave out
         self.min_p = column([float(s.min_p) for s in rows])
         # What no row asks for is not computed.
         self.any_cut = any(s.top_k or s.top_p < 1 for s in rows)

@@ -157,6 +157,12 @@ def test_a_report_on_those_that_join_has_their_sampling():
         engine.step()
 
 
+def test_settings_that_are_whole_numbers_leave_room_for_others():
+    """Captured rounds read the tensors of the first rows."""
+    engine = Engine(tiny_target(), tiny_drafter(tiny_target()), Chain(2), graphs=Tape())
+    come_and_go(engine, [job(i, (Sampling(1, top_p=1), Sampling(0.7, top_p=0.8))) for i in range(4)], rows=2)
+
+
 PART = 4
 
 

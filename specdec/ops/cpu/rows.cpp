@@ -302,7 +302,7 @@ void gated(const float* x, int64_t rows, const Packed<Kind>& gate_up, int64_t in
         for (int64_t i = 0; i < UNIT; i += LANES) {
           const Floats gate = load(gates.data() + r * UNIT + i);
           float* at = place + r * inner + i;
-          store(at, gate / (1.0f + exponential(-gate)) * load(at));
+          store(at, gate / (1.0f + exponential(smaller(-gate, spread(88.0f)))) * load(at));
         }
     }
   });

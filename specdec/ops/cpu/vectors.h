@@ -25,6 +25,7 @@ inline Floats load(const float* from) { return WIDE(loadu_ps)(from); }
 inline Floats spread(float x) { return WIDE(set1_ps)(x); }
 inline void store(float* to, Floats x) { WIDE(storeu_ps)(to, x); }
 inline Floats larger(Floats x, Floats y) { return WIDE(max_ps)(x, y); }
+inline Floats smaller(Floats x, Floats y) { return WIDE(min_ps)(x, y); }
 
 // Four vectors of quads: number j of quad i of each becomes number i of quad j, for the quads at one place.
 inline void turn_quads(Floats (&x)[4]) {

@@ -131,11 +131,11 @@ class BlockDrafter(CachedDrafter):
         """Return logits [B,n] of the acceptance of the first n slots, given their tokens [B,n]."""
         if self.confidence is None:
             raise ValueError("this drafter has no confidence head to cut proposals by")
-        before = first.hidden
+        carried = [first.hidden]
         if self.conditional:
-            carried = before.expand(-1, tokens.shape[1] - 1, -1)
-            before = torch.cat([before, self.conditional.read(tokens[:, :-1], carried)], 1)
-        return self.confidence(first.readout[:, : tokens.shape[1]], before[..., : self.confidence.rank])
+            for token in tokens[:, :-1].split(1, 1):
+                carried.append(self.conditional.read(token, carried[-1]))
+        return self.confidence(first.readout[:, : tokens.shape[1]], torch.cat(carried, 1)[..., : self.confidence.rank])
 
     def _view(self, cache: KVCache, sliding: bool) -> CacheView:
         b, rows = cache.batch, self.switches.rows

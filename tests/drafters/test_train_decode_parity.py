@@ -43,13 +43,16 @@ def test_unrolled_step_equals_decoding_level(prefix, kind):
             state = drafter.step(tokens[:, prefix + j : prefix + j + 1], state.hidden, j + 1, sees_all)
 
 
-@pytest.mark.parametrize("kind", [*BLOCKS, *MORE_BLOCKS])
+KINDS = BLOCKS | MORE_BLOCKS | {"domino, confidence": BLOCKS["domino"] | {"confidence": True}}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("prefix", [1, 4, 9])
 @torch.no_grad()
 def test_a_slot_in_training_is_the_slot_in_decoding(prefix, kind):
     """Two documents in a row: the block after a row sees none of the other, and nothing that follows."""
     length, target = 16, tiny_target()
-    drafter = tiny_block(target, **(BLOCKS | MORE_BLOCKS)[kind])
+    drafter = tiny_block(target, **KINDS[kind])
     torch.manual_seed(0)
     feats = torch.randn(2, length, 2 * target.config.hidden)
     tokens = torch.randint(17, (2, length))

@@ -170,14 +170,14 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> RoundReport | None:
         """Prefill waiting sequences if rows are free, else run a round. Return None if nothing is left to do."""
-        report = self._step()
-        if report is None and self.loop is not None:
+        if self.loop is None:
+            return None
+        self.loop.batch.clock.mark("output")  # the caller's time since the last step
+        if (report := self._step()) is None:
             self.loop.rest()
         return report
 
     def _step(self) -> RoundReport | None:  # `generate` is in inference mode already: to enter it takes microseconds
-        if self.loop is None:
-            return None
         loop, batch = self.loop, self.loop.batch
         batch.clock.fold()
         if self.waiting and batch.free() and not (self.read_part and batch.going()):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec import __version__
 from specdec.contracts import Drafter
-from specdec.engine.report import Observer, RoundReport
+from specdec.engine.report import Clock, Observer, RoundReport, SilentClock
 from specdec.engine.sequence import Sequence
 from specdec.engine.traces import RowTrace
 from specdec.machine import matmul_precision
@@ -122,7 +122,9 @@ class Recorder(Observer):
         self.trace = Trace(settings, versions(), [])
         self._names: list[tuple[str, str | None]] | None = None
         self._rows: dict[Sequence, TracedRow] = {}  # of the sequences that have not ended
+        self._clock: Clock | SilentClock | None = None  # of the call
         self._mark = 0  # where on the clock the next round begins
+        self._reading = 0.0  # seconds of the parts of a prompt whose row has not joined yet
 
     def name(self, questions: abc.Sequence[str], categories: abc.Sequence[str | None] | None = None) -> None:
         """Name the rows of the next call. Without names they are numbered."""
@@ -130,6 +132,8 @@ class Recorder(Observer):
 
     def __call__(self, report: RoundReport) -> None:
         """Add a step to the trace."""
+        if report.clock is not self._clock:
+            self._clock, self._mark, self._reading = report.clock, 0, 0.0
         (self._begin if report.prefill else self._add)(report)
         for row in report.rows:
             if row in self._rows:
@@ -139,13 +143,15 @@ class Recorder(Observer):
         self._mark = report.clock.position  # the mark that ends the observers' time is yet to come
 
     def _begin(self, report: RoundReport) -> None:
+        self._reading += report.clock.seconds(self._mark).get("prefill", 0.0)
+        if not report.rows:
+            return
         rows = self.trace.rows
         names = self._names or [(str(len(rows) + i), None) for i in range(len(report.rows))]
         if len(names) != len(report.rows):
             raise ValueError(f"{len(names)} questions were named, but {len(report.rows)} prompts are decoded")
         call = rows[-1].call + 1 if rows else 0
-        seconds = report.clock.intervals(report.clock.position - 2)[0][1]  # between the last two marks
-        self._names = None
+        seconds, self._reading, self._names = self._reading, 0.0, None
         for (question, category), row in zip(names, report.rows, strict=True):
             own = row.sampling, row.prompt, row.tokens[0], None, seconds, row.seed
             ours = TracedRow(question, category, call, 0, *own)

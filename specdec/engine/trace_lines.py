@@ -53,7 +53,7 @@ class RowLine(Strict, extra="forbid"):
     sampling: Sampled
     prompt: list[Count]
     first: Count
-    finish: Literal["eos", "stop", "length", "context", "abort"] | None
+    finish: Literal["eos", "stop", "length", "context", "abort", "error"] | None
     prefill_seconds: Seconds
     seed: Annotated[list[int], Field(min_length=2, max_length=2)] = [0, 0]
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import main_of, refused, tiny_drafter, tiny_target
+from tape import Interpreted
 
 from specdec import Engine, Sampling
 from specdec.engine import recorder as record
@@ -83,6 +84,20 @@ def test_seconds_are_those_of_the_engine(target):
     assert all("output" not in r.seconds for r in longest)
 
 
+@pytest.mark.parametrize("graphs", [None, Interpreted])
+def test_a_prefill_is_all_parts_of_its_prompt_and_no_capture(graphs, unpacked):
+    engine, recorder = Engine(tiny_target(), graphs=graphs and graphs()), Recorder()
+    for call in (0, 1):  # the second one has a clock of its own
+        engine.reserve(1, 40, part=4)
+        engine.add([1 + n % 7 for n in range(19)], max_new_tokens=9)
+        while (report := engine.step()) is not None:
+            recorder(report)
+        spent, row = engine.loop.batch.clock.seconds(), recorder.trace.rows[call]
+        assert row.prefill_seconds == pytest.approx(spent["prefill"], rel=1e-9)
+        for part in {*spent} - {"prefill", "capture", "output"}:  # the callers' time is in none
+            assert sum(r.seconds.get(part, 0.0) for r in row.rounds) == pytest.approx(spent[part], rel=1e-9)
+
+
 def test_a_clock_that_sums_old_marks(monkeypatch):
     times = iter([0, 1, 3, 6, 10, 15])
     monkeypatch.setattr(reports_, "MOST", 4)
@@ -137,6 +152,9 @@ def folder(target, tmp_path):
     folder = tmp_path / "trace"
     write_trace(recorder.trace, folder)
     assert plain(read_trace(folder)) == plain(recorder.trace)
+    recorder.trace.rows[0].finish = "error"  # of a grammar's library
+    write_trace(recorder.trace, folder)
+    assert read_trace(folder).rows[0].finish == "error"
     return folder
 
 

@@ -161,7 +161,8 @@ def _generate(
     drafter = as_drafter(drafter, target)
     parts: Any = target, drafter, as_tree(tree, drafter, **shape), verifier
     if isinstance(adaptive, str) and drafter is not None:
-        workload = Workload(len(as_prompts(prompts)), together=True)
+        workload, asked = Workload(len(as_prompts(prompts)), together=True), given["sampling"]
+        how["temperature"] = max(s.temperature for s in (asked if isinstance(asked, list) else [asked or Sampling()]))
         return answer(adaptive_engine(adaptive, workload, *parts, **how), prompts, **given)
     return answer(Engine(*parts, adaptive=adaptive, **how), prompts, **given)
 

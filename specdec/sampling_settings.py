@@ -45,7 +45,8 @@ class Sampling:
     def __post_init__(self) -> None:
         """Check types and ranges. Raises ValueError for the first wrong value."""
         for setting in fields(self):
-            if not isinstance(value := getattr(self, setting.name), int | float) or isinstance(value, bool):
+            known = int if setting.name == "top_k" else int | float  # this is fast, and what is right passes it
+            if not isinstance(value := getattr(self, setting.name), known) or isinstance(value, bool):
                 check_value(setting, value, setting.name)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")

@@ -138,6 +138,16 @@ def test_a_tree_by_its_numbers(pair):
     assert specdec.generate(target, HI, drafter, topk=1, max_new_tokens=4).steps == 5
 
 
+def test_a_policy_begins_with_the_acceptance_at_the_temperature(pair, monkeypatch):
+    target, drafter = pair
+    made = lambda *parts, temperature, **_: seen.append(temperature) or specdec.Engine(*parts[2:])  # noqa: E731
+    monkeypatch.setattr("specdec.api.adaptive_engine", made)
+    for sampling, expected in ((None, 0.0), (Sampling(0.5), 0.5), ([Sampling(), Sampling(1)], 1)):
+        seen = []
+        specdec.generate(target, [HI, HI], drafter, sampling=sampling, adaptive="ema", max_new_tokens=2)
+        assert seen == [expected]
+
+
 def test_everything_prints_on_one_line(pair):
     target, drafter = pair
     found = specdec.generate(target, HI, drafter, max_new_tokens=4)

@@ -11,7 +11,7 @@ from specdec.children import LIKELIEST
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.recording import Accepted, Recording
 from specdec.structs import DraftTree
-from specdec.trees.base import Tree, check_nodes, check_shape, shape_in, shape_of
+from specdec.trees.base import Tree, check_nodes, check_shape, check_size, shape_in, shape_of
 from specdec.trees.dynamic import Pool, best_first, follow, select
 
 MANY = 1 << 30  # nodes are not counted any further
@@ -50,6 +50,7 @@ class BlockTree(_Paths):
         """Check the sizes and compute the candidate pairs of each level."""
         shape = self.topk, self.steps
         check_shape(*shape)
+        check_size(self.topk, nodes=self.num_draft_tokens)
         check_nodes(*shape, self.num_draft_tokens, most_nodes(*shape, self.num_draft_tokens))
         pairs = candidate_pairs(*shape, self.num_draft_tokens - 1)
         sizes = [min(self.num_draft_tokens - 1 - level, len(of)) for level, of in enumerate(pairs)]

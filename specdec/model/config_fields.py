@@ -195,5 +195,7 @@ def read_eos(folder: Path, config: dict) -> frozenset[int]:
 
 def ends_of(config: dict) -> list[int]:
     """Return `eos_token_id` of a config or of its `text_config` as a list; empty if there is none."""
-    eos = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    eos = config.get("eos_token_id")
+    if eos is None:
+        eos = (config.get("text_config") or {}).get("eos_token_id")
     return [eos] if isinstance(eos, int) else eos or []

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from specdec import __version__
+from specdec import __version__, own
 from specdec.cli.files import CachedJson
 from specdec.cli.revision import code_digest
 from specdec.contracts import TreePolicy
@@ -171,7 +171,7 @@ def identity(target, drafter, **what) -> dict:
         if isinstance(module, torch.nn.Module)
         for key, value in module.state_dict().items()
     ]
-    pair = [type(drafter).__name__, dict(drafter.conventions), shapes]
+    pair = [type(drafter).__name__, dict(drafter.conventions), shapes, own.digest(drafter)]
     return {
         "machine": machine(target.device),
         "torch": torch.__version__,

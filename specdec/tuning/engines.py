@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from specdec import ops
+from specdec import ops, own
 from specdec.acceptance import Acceptance
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Draft, Fixed, Policy
@@ -239,7 +239,9 @@ def engine_costs(engine: Engine, workload: Workload, recalibrate: bool = False) 
     backend = engine.graphs and engine.graphs.backend
     recorded = [type(backend).__name__, getattr(backend, "compiles", True), ops.backends()]
     kinds = [type(engine.policy).__name__, engine.policy.topk, timed_kinds(engine)]
-    who = identity(engine.target, engine.drafter, kinds=kinds, workload=str(workload), recorded=recorded)
+    rules = [str(engine.verifier), own.digest(engine.verifier), own.digest(engine.policy)]
+    how: dict[str, Any] = {"kinds": kinds, "workload": str(workload), "recorded": recorded, "rules": rules}
+    who = identity(engine.target, engine.drafter, **how)
     return cached_costs(who, lambda: measure_engine(engine, workload), recalibrate)
 
 

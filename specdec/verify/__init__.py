@@ -43,9 +43,8 @@ def make_verifier(name: str = "match", **settings: float) -> Verifier:
 def in_words(verifier: Verifier) -> str:
     """Return the name and settings of a verifier for users: 'match', 'typical (epsilon 0.09, alpha 0.3)'."""
     name = next((name for name, rule in VERIFIERS.items() if rule is type(verifier)), type(verifier).__name__)
-    settings = (
-        ", ".join(f"{f.name} {getattr(verifier, f.name):g}" for f in fields(verifier)) if is_dataclass(verifier) else ""
-    )
+    stated: list = [(f.name, getattr(verifier, f.name)) for f in fields(verifier)] if is_dataclass(verifier) else []
+    settings = ", ".join(f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in stated)
     return f"{name} ({settings})" if settings else name
 
 

@@ -8,15 +8,18 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 
+from specdec import own
 from specdec.api import make_tree
 from specdec.cli.files import CachedJson
+from specdec.drafters.vocab import DraftVocab
 from specdec.engine.engine import Engine
 from specdec.trees import Chain
 from specdec.trees.spec import parse_tree
-from specdec.tuning import grid
+from specdec.tuning import engines, grid
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point, identity
 from specdec.tuning.grid import grid_costs, measure_grid, probes, useful_trees
 from specdec.tuning.timing import SETTLE, in_turns, time_rounds
+from specdec.verify import TypicalAcceptance, sample_and_match
 
 FEW = {"topks": (1, 2), "steps": 3, "nodes": (3, 4, 8), "contexts": (8, 24), "repeats": 1}
 
@@ -151,6 +154,19 @@ def test_costs_are_measured_once_and_anew_where_they_may_differ(pair, calls, tmp
         file.write_text(f"paths: {paths}")
         costs(*pair, statics=[parse_tree(file)])
     assert len(calls) == 8
+
+
+def test_costs_are_those_of_ones_own_code_and_of_the_verifier(pair, tmp_path, monkeypatch):
+    (code := tmp_path / "mine.py").write_text("from specdec.drafters.ngram import NGram\n\n\nclass Mine(NGram): ...\n")
+    drafter, seen = own.find("drafter", f"{code}:Mine")(DraftVocab(17)), []
+    seen.append(identity(pair[0], drafter))
+    code.write_text(code.read_text() + "# edited\n")
+    seen.append(identity(pair[0], drafter))
+    assert seen[0] != seen[1]
+    monkeypatch.setattr(engines, "cached_costs", lambda who, *_: seen.append(who))
+    for verifier in (sample_and_match, TypicalAcceptance()):
+        engines.engine_costs(Engine(*pair, Chain(2), verifier), engines.Workload(1))
+    assert seen[2] != seen[3]
 
 
 def test_what_cannot_be_read_is_measured_anew(pair, calls, tmp_path):

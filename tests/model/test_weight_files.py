@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from specdec import Engine, load_target
 from specdec.api import generate
 from specdec.model.checkpoint import check_device, read_pickle
+from specdec.model.config_fields import ends_of
 from specdec.model.weight_files import weight_files
 
 PROMPT = [5, 9, 30, 7]
@@ -88,6 +89,11 @@ def test_what_generation_config_asks_for_and_is_left_out_is_named(weights, tmp_p
     printed = capsys.readouterr().err
     assert named in printed
     assert bool(printed) == bool(named)
+
+
+def test_an_end_that_is_null_outside_is_that_of_the_text():
+    assert ends_of({"eos_token_id": None, "text_config": {"eos_token_id": 3}}) == [3]
+    assert ends_of({"eos_token_id": [5, 6], "text_config": {"eos_token_id": 3}}) == [5, 6]
 
 
 def pickled(value) -> bytes:

@@ -124,6 +124,7 @@ def test_the_grid_has_every_combination_once_and_a_chain_for_every_length():
         (lambda: make_tree(topk=2, tree="static"), "contradict a whole tree"),
         (lambda: parse_tree("block 2/2/9"), "a tree holds 2 to 7"),
         (lambda: BlockTree(2, 2, 1), "a tree holds 2"),
+        (lambda: BlockTree(8, 16, 5000), "num_draft_tokens must be at most 4096, got 5000"),
         (lambda: parse_tree("drawn 3,0"), "at least one child on each"),
         (lambda: SampledTree(()), "at least one child on each"),
         (lambda: parse_tree("oak"), "there is no tree 'oak'; known are .*chain, .*static"),

@@ -86,9 +86,9 @@ def test_filters_match_transformers(sampling):
 
 def test_nonsense_is_refused():
     for name, value in (
-        ("temperature", -1), ("top_p", 0.0), ("top_p", 1.5), ("min_p", 2.0), ("top_k", -1), ("repetition_penalty", 0.0),
-        ("repetition_penalty", math.nan), ("presence_penalty", 2.5), ("frequency_penalty", -3),
-        ("frequency_penalty", math.nan),
+        ("temperature", -1), ("top_p", 0.0), ("top_p", 1.5), ("min_p", 2.0), ("top_k", -1), ("top_k", 5.0),
+        ("repetition_penalty", 0.0), ("repetition_penalty", math.nan), ("presence_penalty", 2.5),
+        ("frequency_penalty", -3), ("frequency_penalty", math.nan),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=name):
             Sampling(**({"temperature": 1.0} | {name: value}))

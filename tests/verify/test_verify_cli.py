@@ -1,12 +1,13 @@
 """The command names the verifier and says whether it is lossless, and refuses what does not fit in one sentence."""
 
 import json
+from dataclasses import dataclass
 
 import pytest
 import test_generate
 
 from specdec import registry
-from specdec.verify import VERIFIERS, TypicalAcceptance, make_verifier
+from specdec.verify import VERIFIERS, Rule, TypicalAcceptance, in_words, make_verifier
 
 run = test_generate.run  # the fixture
 PROMPT = ("--prompt", "The quick", "--max-new-tokens", 12)
@@ -81,3 +82,12 @@ def test_a_new_rule_is_found_by_its_yaml(monkeypatch, tmp_path):
     assert make_verifier("lenient", epsilon=0.2, alpha=1.0) == TypicalAcceptance(0.2, 1.0)
     with pytest.raises(ValueError, match="there is no verifier 'match': choose one of lenient"):
         make_verifier("match")
+
+
+def test_settings_of_ones_own_rule_that_are_no_numbers_are_said():
+    @dataclass(frozen=True)
+    class Mine(Rule):
+        mode: str = "plain"
+        share: float = 0.25
+
+    assert in_words(Mine()) == "Mine (mode plain, share 0.25)"

@@ -38,7 +38,7 @@ from specdec.model.checkpoint import check_device
 
 GRACE = 20  # seconds from being interrupted to being killed
 OUT_OF_TIME = (124, -signal.SIGKILL)  # of `timeout`: the command ended after the interrupt, or was killed
-TREE = "topk=10 steps=8 num_draft_tokens=60 simulate_tau=3"  # that of docs/gpu_round.md
+TREE = "topk=10 steps=8 num_draft_tokens=60 simulate_tau=3"
 OURS = "suite.contenders=[plain,speculative]"
 COMPILED = "suite.contenders=[plain,speculative,compiled-plain,compiled-speculative]"
 ALL = "suite.contenders=[plain,speculative,sdpa,eager,prompt-lookup,static-compile]"

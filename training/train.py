@@ -229,9 +229,14 @@ def draft_of(trainer: Trainer) -> str:
     return f"{own.as_passed(recipe['_target_'])}:{draft}"
 
 
-def what_next(config: DictConfig, draft: str) -> str:
-    """The command that shows the trained drafter: a target that is not whole decodes in a server only."""
+def what_next(config: DictConfig, draft: str, exports: bool) -> str:
+    """The command that shows the trained drafter: a target that is not whole decodes in a server only.
+
+    exports: vLLM could load the drafter.
+    """
     if not config.whole_target:
+        if not exports:
+            return shlex.join(["checkpoint", "inspect", draft])
         target = str(config.target.path or DEMO_TARGET)
         return shlex.join(["checkpoint", "export", draft, "FOLDER", "--for", "vllm", "--target", target])
     whose = ["--target", config.target.path] if config.target.path else []
@@ -259,7 +264,8 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
     metrics = trainer.train()
     if processes.main:
         if not trainer.owed:
-            print(f"try it: specdec {what_next(config, draft_of(trainer))}")
+            exports = "vllm" not in without_a_form(trainer.published, trainer.target)
+            print(f"try it: specdec {what_next(config, draft_of(trainer), exports)}")
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": draft_of(trainer), "seconds": round(trainer.seconds, 1)}))
     return trainer

@@ -222,7 +222,8 @@ def loading(name: str, target: str | None, draft: object) -> None:
 
 def with_slots(command: Command, words: Sequence[str]) -> list[str]:
     """Return the words, with its flag before each value that stands alone and has a slot."""
-    found, slots, after_flag = [], [slot for slot in command.slots if f"--{slot}" not in words], False
+    given = {word.partition("=")[0] for word in words}
+    found, slots, after_flag = [], [slot for slot in command.slots if f"--{slot}" not in given], False
     known = FLAGS | own_flags(command)
     for word in words:
         is_flag = word.startswith("-")

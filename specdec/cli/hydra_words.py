@@ -38,7 +38,7 @@ def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], giv
         word = rest.pop(0)
         hydras = any(known.startswith(word.partition("=")[0]) for known in HYDRA_FLAGS)
         if word.startswith("-") and (hydras or not word.startswith("--")):
-            takes = word.startswith(("-cd", "-cp", "-cn", "-c", "-p", *WITH_VALUE)) and "=" not in word
+            takes = word.startswith(("-c", "-p", *WITH_VALUE)) and "=" not in word
             found += [word, *(rest[:1] if takes else [])]
             del rest[: 1 if takes else 0]
             continue

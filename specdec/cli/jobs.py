@@ -15,7 +15,7 @@ from importlib.util import find_spec
 
 from omegaconf import DictConfig
 
-from specdec.cli.hydra_words import quoted
+from specdec.cli.hydra_words import hydra_words, quoted
 
 LAUNCHERS = {"joblib": "hydra_joblib_launcher", "submitit": "hydra_submitit_launcher"}  # how names begin -> package
 
@@ -36,7 +36,7 @@ def prepare(words: Sequence[str]) -> list[str]:
             "write the command after --, as in: specdec lab jobs parts=2 -- sweep shards={parts} shard={part}"
         )
     cut = words.index("--")
-    before, command = words[:cut], words[cut + 1 :]
+    before, command = hydra_words("jobs", {}, {}, words[:cut]), words[cut + 1 :]
     given = dict(word.split("=", 1) for word in before if "=" in word)
     if not re.fullmatch(r"[1-9]\d{0,5}", given.get("parts", "")):
         raise ValueError("say how many jobs there are: parts=4")

@@ -150,8 +150,14 @@ def test_the_first_line_names_what_is_loaded(capsys):
 
 
 def test_values_stand_without_their_flag_where_there_is_one_meaning(tmp_path):
-    for words in (["demo/mtp", str(tmp_path), "--to", "x"], ["--to", "x", "demo/mtp", "--out", str(tmp_path)]):
-        args = parse("checkpoint convert", words)
+    out = str(tmp_path)
+    for words in (
+        ["demo/mtp", out],
+        ["demo/mtp", "--out", out],
+        ["--draft=demo/mtp", out],
+        [f"--out={out}", "demo/mtp"],
+    ):
+        args = parse("checkpoint convert", ["--to", "x", *words])
         assert (args.draft, args.out, args.to) == ("demo/mtp", tmp_path, "x")
 
 

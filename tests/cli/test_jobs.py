@@ -36,6 +36,7 @@ def test_words_reach_the_command_as_they_are(tmp_path):
         (["parts=2"], "write the command after --"),
         (["--", "show"], "say how many jobs there are: parts=4"),
         (["parts=0", "--", "show"], "say how many jobs there are: parts=4"),
+        (["--parts=1", "--", "nonsense"], "job 0 of 1 ended with exit code 2: specdec nonsense"),
         (["parts=1", "--", "nonsense"], "job 0 of 1 ended with exit code 2: specdec nonsense"),
     ],
 )

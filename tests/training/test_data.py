@@ -39,6 +39,9 @@ BAD = {
     "a turn is not an object": {"conversations": ["hello"]},
     "a turn by 'narrator'; known are human": {"conversations": [{"from": "narrator", "value": "x"}]},
     "a turn by null": {"messages": [{"content": "x"}]},
+    "function_call must be a text": {
+        "conversations": [{"from": "function_call", "value": [{"type": "text", "text": "{}"}] * 2}]
+    },
     "a turn by 'assistant' has neither": {"messages": [GOOD["messages"][0], {"role": "assistant", "content": None}]},
     "a content part of type 'image' is not supported": {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
 }

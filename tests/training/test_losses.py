@@ -14,7 +14,7 @@ from torch import nn
 from specdec.training.data import Batch
 from specdec.training.features.online import online_features
 from specdec.training.loop import optim
-from specdec.training.loop.optim import Muon
+from specdec.training.loop.optim import Muon, Optimizers
 from specdec.training.objectives import losses
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.teacher import Student, Teacher, TopTeacher
@@ -207,6 +207,15 @@ def test_logits_under_autocast_leave_it_as_it_was():
 
 
 SHAPES = [(24, 48), (48, 24), (32, 32)]
+
+
+def test_matrices_alone_leave_nothing_to_adamw():
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizers = Optimizers([("weight", weight)], lr=0.1, muon_lr=0.1)
+    weight.grad = torch.eye(3)
+    optimizers.step(1.0, 1.0)
+    assert [lr for _, lr in optimizers.parts] == [0.1]
+    assert not torch.equal(weight, torch.ones(3, 3))
 
 
 def stepped(kind: type, steps: int, state: dict | None = None) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:

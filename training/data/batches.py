@@ -24,7 +24,7 @@ class Batch:
 
 
 class Batches:
-    """An endless, deterministic order of batches of at most `batch_tokens` padded tokens each.
+    """An endless, deterministic order of batches of at most `batch_tokens` padded tokens each; a longer text is alone.
 
     Without `pack` a row holds one conversation, and rows of similar lengths come together. With `pack` a row holds as
     many conversations, in random order, as fit into so many tokens.

@@ -89,7 +89,9 @@ def _message(turn: dict) -> Message:
     content = _content(given)
     message: Message = {"role": SPEAKERS[role], "content": content}
     if role == "function_call":  # LLaMA-Factory's form: the value is the call
-        call = _json(content, "function_call") if isinstance(content, str) else None
+        if not isinstance(content, str):
+            raise ValueError("the value of a function_call must be a text, the call in JSON")
+        call = _json(content, "function_call")
         calls = [{"type": "function", "function": c} for c in (call if isinstance(call, list) else [call])]
         message = {"role": "assistant", "content": "", "tool_calls": calls}
     message |= {name: turn[name] for name in CARRIED if turn.get(name)}

@@ -77,7 +77,8 @@ class Optimizers:
         self.parts: list[tuple[torch.optim.Optimizer, float]] = []
         if muon and muon_lr:
             self.parts.append((Muon(muon, lr=muon_lr, momentum=0.95, weight_decay=weight_decay), muon_lr))
-        self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
+        if rest:
+            self.parts.append((torch.optim.AdamW(rest, lr=lr, betas=betas, weight_decay=weight_decay), lr))
 
     def step(self, scale: float, clip: float) -> float:
         """Clip the gradient, step at the rates times `scale` if its norm is finite, and return that norm, unclipped."""

@@ -94,9 +94,13 @@ def load_benchmark(
             break  # no more of the source is read
     if not questions:
         raise ValueError(f"{path} holds no question that can be used: {skipped} records were skipped")
-    if limit is not None and limit < len(questions):
-        questions = [questions[i * len(questions) // limit] for i in range(limit)]
-    return Benchmark(name, list(_with_own_ids(questions)), skipped)
+    return Benchmark(name, list(_with_own_ids(spread(questions, limit))), skipped)
+
+
+def spread(questions: list[Question], count: int | None) -> list[Question]:
+    """Return so many of the questions, spread evenly over them; all of them if there are no more, or for None."""
+    count = len(questions) if count is None else min(count, len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
 
 
 def _question(record: Record, number: str, form: str | None, category: str | None, limit: int | None) -> Question:

@@ -20,7 +20,7 @@ from specdec.cli.lock import only_writer
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine, Result
 from specdec.engine.recorder import Recorder, describe
-from specdec.lab.sweep.benchmarks import Benchmark, Question, converse, template_settings
+from specdec.lab.sweep.benchmarks import Benchmark, Question, converse, spread, template_settings
 from specdec.lab.sweep.points import Draft, SweepPoint, code_version, tree_settings
 from specdec.lab.sweep.store import RESULT, point_folder, write_point
 from specdec.lab.traces.diagnose import Probe, by_context, calibration, coverage, examples
@@ -142,12 +142,6 @@ class Sweep:
         shared = ("max_new_tokens", "sampling", "seed", "raw", "template")
         return converse(engine, questions, **{name: getattr(self, name) for name in shared} | how)
 
-    def _some(self, count: int) -> list[Question]:
-        """So many of the questions, spread evenly over them; all of them if there are no more."""
-        questions = self.benchmark.questions
-        count = min(count, len(questions))
-        return [questions[i * len(questions) // count] for i in range(count)]
-
     def _measure(self, point: SweepPoint, engine: Engine) -> None:
         questions = self.benchmark.questions
         warm = {"max_new_tokens": min(8, self.max_new_tokens), "batch_size": self.batch_size, "observer": Recorder()}
@@ -189,7 +183,7 @@ class Sweep:
         if not self.probe:
             return {}
         probe = Probe(drafter)
-        for question in self._some(self.probe):
+        for question in spread(self.benchmark.questions, self.probe):
             self._converse(Engine(self.target, probe, engine.policy, engine.verifier), [question], observer=probe)
         return {"norms": probe.norms(), "entropy": probe.entropy()}
 
@@ -197,7 +191,7 @@ class Sweep:
         """Measure acceptance by depth and rank along plain answers to some questions, and find the best trees."""
         wanted: dict[str, Any] = point.settings["best_tree"]
         drafter: Any = engine.drafter
-        chosen = self._some(wanted["questions"])
+        chosen = spread(self.benchmark.questions, wanted["questions"])
         results, _ = self._converse(Engine(self.target), chosen)
         rows = [row for result in results for row in result.rows if len(row.tokens) > 1]
         if not rows:

@@ -191,14 +191,23 @@ def name_of(args: argparse.Namespace) -> str:
 
 
 def closing_protocol() -> Any:
-    """Return uvicorn's HTTP protocol, which here also closes a connection that sends no request for `IDLE` seconds."""
+    """Return uvicorn's HTTP protocol, which here closes a connection that owes (part of) a request for `IDLE` s."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # chosen when uvicorn is imported
         def connection_made(self, transport) -> None:
             super().connection_made(transport)
-            # Any data cancels this timer: it is uvicorn's own of connections between two requests.
-            self.timeout_keep_alive_task = self.loop.call_later(IDLE, self.timeout_keep_alive_handler)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)  # cancels the timer
+            incomplete = self.cycle is None or self.cycle.more_body or self.cycle.response_complete
+            if incomplete and not getattr(self, "pipeline", None):  # else uvicorn does not read meanwhile
+                self._wait()
+
+        def _wait(self) -> None:
+            # The timer is uvicorn's own of connections between two requests.
+            self.timeout_keep_alive_task = self.loop.call_later(IDLE, self.transport.close)
 
     return Protocol
 

@@ -49,8 +49,11 @@ def run(args: argparse.Namespace) -> None:
     with listener:
         service, recorder = apart(make_models, args)
         app = make_app(service, key, hosts_of(args), names_in(args.cors_origins or ""))
-        listener.listen()  # before the address is printed, so that a client that reads it can connect
         host, port = listener.getsockname()[:2]
+        try:
+            listener.listen()  # before the address is printed, so that a client that reads it can connect
+        except OSError as error:  # another process listens there since the models were loaded
+            raise ValueError(f"cannot listen at {args.host} port {port}: {error.strerror}") from None
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"{service.model} at {url}/v1", f"chat in a browser at {url}/", sep="\n", flush=True)
         serve(app, listener, service.scheduler, args.grace)

@@ -85,6 +85,8 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server
 
     monkeypatch.setattr(type(server.target.tokenizer), "__call__", call)
     start = time.monotonic()
+    await server.refused(400, "16 texts at most, got 17 prompts with n 1", "prompt", json={"prompt": ["a"] * 17})
+    assert seen == []
     for path, body, field in (
         (TEXT, {"prompt": long}, "prompt"),
         (TEXT, {"prompt": ["a", long]}, "prompt"),

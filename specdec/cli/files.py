@@ -184,6 +184,8 @@ def replace_folder(folder: Path, fill: Callable[[Path], object], files: Collecti
         staging.mkdir(parents=True)
         fill(staging)
         for part in (*staging.rglob("*"), staging):
+            if part.is_file():
+                part.chmod(staging.stat().st_mode & 0o666)  # safetensors lets the owner alone read its files
             _sync(part)
         _exchange(folder, staging, old)
 

@@ -235,6 +235,10 @@ class Round:
         verdict = self.verifier(tree, logits, settings.sampling, noise)
         if levels is not None:  # where to stop does not depend on the target's answer: the distribution stays its own
             verdict.n = torch.minimum(verdict.n, levels + 1)
+            if not self.verifier.couples:  # a row without levels emits the token of a plain round
+                plain = sample(logits[:, :1], settings.sampling, settings.noise.after(cache.lens))
+                first = torch.where(levels[:, None] > 0, verdict.tokens[:, :1], plain)
+                verdict.tokens = torch.cat([first, verdict.tokens[:, 1:]], 1)
         n = verdict.n * active
         if settings.penalties is not None:
             settings.penalties.add(verdict.tokens, n)

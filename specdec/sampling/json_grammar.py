@@ -91,7 +91,7 @@ class Grammars:
         from llguidance import LLMatcher
 
         schema = {"type": "object"} if schema is None else schema
-        if not isinstance(schema, Mapping | bool):
+        if not isinstance(schema, Mapping):
             raise ValueError(f"a JSON schema is an object, got {shown(schema)}")
         try:
             text = _within_limit(json.dumps(schema), "JSON schema")

@@ -49,8 +49,11 @@ def run(args: argparse.Namespace) -> None:
     with listener:
         service, recorder = apart(make_models, args)
         app = make_app(service, key, hosts_of(args), names_in(args.cors_origins or ""))
-        listener.listen()  # before the address is printed, so that a client that reads it can connect
         host, port = listener.getsockname()[:2]
+        try:
+            listener.listen()  # before the address is printed, so that a client that reads it can connect
+        except OSError as error:  # another process listens there since the models were loaded
+            raise ValueError(f"cannot listen at {args.host} port {port}: {error.strerror}") from None
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(f"{service.model} at {url}/v1", f"chat in a browser at {url}/", sep="\n", flush=True)
         serve(app, listener, service.scheduler, args.grace)
@@ -191,14 +194,23 @@ def name_of(args: argparse.Namespace) -> str:
 
 
 def closing_protocol() -> Any:
-    """Return uvicorn's HTTP protocol, which here also closes a connection that sends no request for `IDLE` seconds."""
+    """Return uvicorn's HTTP protocol, which here closes a connection that owes (part of) a request for `IDLE` s."""
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Protocol(AutoHTTPProtocol):  # type: ignore[valid-type, misc]  # chosen when uvicorn is imported
         def connection_made(self, transport) -> None:
             super().connection_made(transport)
-            # Any data cancels this timer: it is uvicorn's own of connections between two requests.
-            self.timeout_keep_alive_task = self.loop.call_later(IDLE, self.timeout_keep_alive_handler)
+            self._wait()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)  # cancels the timer
+            incomplete = self.cycle is None or self.cycle.more_body or self.cycle.response_complete
+            if incomplete and not getattr(self, "pipeline", None):  # else uvicorn does not read meanwhile
+                self._wait()
+
+        def _wait(self) -> None:
+            # The timer is uvicorn's own of connections between two requests.
+            self.timeout_keep_alive_task = self.loop.call_later(IDLE, self.transport.close)
 
     return Protocol
 

@@ -130,10 +130,11 @@ class Service:
     def prepare(self, ask: Ask, grammar: Grammar | None, tell: Callable[[Delta], None]) -> Reply:
         """Return the reply to a request, with a job for each choice, not yet submitted. `tell` gets every delta."""
         self.check_model(ask.model)
-        prompts = self._prompts(ask)
-        if len(prompts) * ask.n > self.choices:
-            wanted = f"{len(prompts)} prompts with n {ask.n}" if len(prompts) > 1 else f"n {ask.n}"
+        count = len(ask.prompt) if isinstance(ask, CompletionAsk) else 1
+        if count * ask.n > self.choices:  # before thousands of prompts are tokenized
+            wanted = f"{count} prompts with n {ask.n}" if count > 1 else f"n {ask.n}"
             raise Refusal(f"a response has {self.choices} texts at most, got {wanted}", "n" if ask.n > 1 else ask.main)
+        prompts = self._prompts(ask)
         seed = secrets.randbits(62) if ask.seed is None else ask.seed
         choices: list[Choice] = []
         marked = ask.speculative is not None and ask.speculative.report

@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import re
+import stat
 import time
 import tracemalloc
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdec.cli import checks, files
 from specdec.cli.commands import parse
@@ -67,6 +69,16 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path, monkey
         files.write_whole(tmp_path / "a", lambda staging: full() if what == "fill" else staging.write_text("new"))
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a").read_text() == "old"
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077])
+def test_all_files_of_a_folder_are_as_private_as_the_umask_says(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        replace(tmp_path / "folder", "", lambda staging: save_file({"a": torch.zeros(1)}, staging / "a"))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "folder" / "a").stat().st_mode) == 0o666 & ~mask
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt(), TypeError("a bug")])

@@ -131,6 +131,7 @@ def test_a_wrong_schema_gives_one_sentence(grammars):
         ({"minimum": 3, "maximum": 2, "type": "integer"}, "Unsatisfiable"),
         ({"$ref": "http://somewhere/else"}, "somewhere"),
         (["a"], "a JSON schema is an object"),
+        (True, "a JSON schema is an object, got True"),
         ({"const": "x" * 32_768}, "may have 32768"),
     ):
         with pytest.raises(ValueError, match="JSON schema") as error:

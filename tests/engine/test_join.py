@@ -7,7 +7,7 @@ import gc
 
 import pytest
 import torch
-from helpers import DRAFTERS, assert_as_alone, come_and_go, finish, job, tiny_drafter, tiny_target
+from helpers import DRAFTERS, MIXED, assert_as_alone, come_and_go, finish, job, tiny_drafter, tiny_target
 from hybrids import HYBRIDS, hybrid_target
 from policies import Depths, Restless
 from tape import Interpreted, Tape, live_bytes
@@ -17,7 +17,8 @@ from specdec.engine.adaptive import Fixed
 from specdec.engine.prefill import LEAST, Prefixes, Reading
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
-from specdec.trees import Chain, DynamicTree
+from specdec.trees import Chain, DynamicTree, SampledTree
+from specdec.verify.rules import MultiRoundRejection, TwoThresholds, TypicalAcceptance
 
 PROMPTS = [[3, 5, 7, 2], [1], [4, 4, 9, 8, 7, 6, 1]]
 TREE = DynamicTree(3, 3, 9)
@@ -45,6 +46,19 @@ def test_a_row_that_joins_has_the_text_that_it_has_alone(way, unpacked):
     assert sum(sum(s.trace.accepted) for s in sequences) > 0
     for s in sequences:
         assert max(s.trace.accepted, default=0) <= (3 if s.steps is None else min(s.steps, 3))
+
+
+@pytest.mark.parametrize("way", ["at once", "overlapped", "captured", "compiled"])
+@pytest.mark.parametrize("verifier", [MultiRoundRejection(), TypicalAcceptance(), TwoThresholds(0.1, 0.1)], ids=str)
+def test_a_row_without_levels_is_decoded_plainly_next_to_others(way, verifier, unpacked):
+    """By any rule, also a lossy one."""
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), SampledTree((2, 1)), verifier, **WAYS[way]())
+    engine.reserve(4, 80)
+    rows = [engine.add(**job(i, (Sampling(1.0), MIXED[2]), steps=[0, None][i % 2])) for i in range(12)]
+    finish(engine)
+    assert sum(sum(s.trace.accepted) for s in rows) > 0
+    assert_as_alone(target, rows[::2])
 
 
 @pytest.mark.parametrize("adaptive", [None, Fixed(2)], ids=["as asked", "adaptive"])

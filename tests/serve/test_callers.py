@@ -4,8 +4,9 @@ import asyncio
 import errno
 import time
 
+import pytest
 from clients import CHAT, HELLO, TEXT, listening, served
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from helpers import main_of, refused
 
 from specdec.cli.commands import parse
@@ -84,6 +85,8 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server
 
     monkeypatch.setattr(type(server.target.tokenizer), "__call__", call)
     start = time.monotonic()
+    await server.refused(400, "16 texts at most, got 17 prompts with n 1", "prompt", json={"prompt": ["a"] * 17})
+    assert seen == []
     for path, body, field in (
         (TEXT, {"prompt": long}, "prompt"),
         (TEXT, {"prompt": ["a", long]}, "prompt"),
@@ -96,22 +99,40 @@ async def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenized(server
     assert all(len(text) < 1000 for text in seen)
 
 
-def test_idle_connections_are_closed(monkeypatch):
+@pytest.mark.parametrize(("module", "name"), [("httptools_impl", "HttpToolsProtocol"), ("h11_impl", "H11Protocol")])
+def test_idle_connections_are_closed(monkeypatch, module, name):
+    protocol = getattr(pytest.importorskip(f"uvicorn.protocols.http.{module}"), name)
+    monkeypatch.setattr("uvicorn.protocols.http.auto.AutoHTTPProtocol", protocol)
     monkeypatch.setattr(serve_command, "IDLE", 0.3)
+    app = FastAPI()
 
-    async def run() -> float:
-        async with listening(FastAPI(), http=closing_protocol()) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            start = time.monotonic()
-            assert await asyncio.wait_for(reader.read(), 10) == b""
-            waited = time.monotonic() - start
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /none HTTP/1.1\r\nhost: a\r\n\r\n")
-            assert (await reader.readline()).startswith(b"HTTP/1.1 404")
-            writer.close()
-            return waited
+    @app.post("/read")
+    async def read(request: Request) -> int:
+        await asyncio.sleep(0.6)  # longer than a client may be silent: this one waits
+        return len(await request.body())
 
-    assert 0.2 < asyncio.run(run()) < 5
+    async def waited(port: int, *parts: bytes) -> tuple[bytes, float]:
+        """What is answered, and the seconds from the last part to the end of the connection."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(0.2)
+        start = time.monotonic()
+        answer = await asyncio.wait_for(reader.read(), 10)
+        writer.close()
+        return answer, time.monotonic() - start
+
+    async def run() -> None:
+        head = b"POST /read HTTP/1.1\r\nhost: a\r\ncontent-length: 6\r\n"
+        async with listening(app, http=closing_protocol(), timeout_graceful_shutdown=1) as port:
+            for parts in ((), (head[:9], head[9:20]), (head, b"\r\n", b"abc")):
+                answer, seconds = await waited(port, *parts)
+                assert answer == b""
+                assert seconds < 5, parts
+            answer, _ = await waited(port, head + b"connection: close\r\n\r\n", b"abc", b"def")
+            assert answer.endswith(b"\r\n\r\n6")
+
+    asyncio.run(run())
 
 
 def test_a_lack_of_file_descriptors_is_one_line(capsys):

@@ -11,6 +11,7 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import pytest
@@ -139,6 +140,14 @@ def test_addresses():
     if socket.has_ipv6:
         with listen("::1", 0) as bound:
             assert bound.family == socket.AF_INET6
+
+
+def test_a_port_that_another_server_takes_while_models_are_loaded(monkeypatch):
+    with listen("127.0.0.1", 0) as other:
+        monkeypatch.setattr(serve_command, "apart", lambda *_: other.listen() or (SimpleNamespace(model="tiny"), None))
+        monkeypatch.setattr("specdec.serve.app.make_app", lambda *_: None)
+        port = other.getsockname()[1]
+        assert f"cannot listen at 127.0.0.1 port {port}: Address already in use" in refused("--port", str(port))
 
 
 def test_what_cannot_be_served_is_said_before_models_are_loaded(monkeypatch):

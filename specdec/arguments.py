@@ -37,7 +37,6 @@ TYPES: dict[str, Any] = {
     "topk": int | None,
     "steps": int | None,
     "num_draft_tokens": int | None,
-    "sample_draft": bool,
     "trials": int,
 }
 

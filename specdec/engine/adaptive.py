@@ -18,7 +18,7 @@ class Draft:
     parents: np.ndarray  # [B,N] the root its own
     depth: np.ndarray  # [B,N] root 0
     ancestors: np.ndarray  # [B,N,N] bool: ancestors[b,i,j] = j lies on the path from the root to i, i included
-    live: np.ndarray  # [B] bool: which rows still decode
+    live: np.ndarray  # [B] bool: which rows decode, with all levels
     # Children were drawn from the drafter's distribution, and the verifier needs that. `edges` then hold estimates of a
     # node's place from before its token was drawn, and only whole levels may be cut.
     drawn: bool = False
@@ -32,7 +32,10 @@ class Draft:
 
 @dataclass
 class Outcome:
-    """Result of a round for the R rows that decoded in it with all its levels."""
+    """Result of a round for the R rows whose requests allow all its levels.
+
+    Levels for which the drafter had nothing to propose for a row count as not accepted.
+    """
 
     levels: int  # drafted; 0 for a plain round
     nodes: int  # verified for each row, the root included

@@ -72,7 +72,7 @@ class RoundReport:
 
     A round makes it with tensors on the device. The loop adds what the rows emitted. Tensors belong to the engine again
     when the observer returns. tree, verdict and logits are None for a prefill, for plain decoding, where the drafter
-    had nothing to propose for any row, and for an observer that does not read them.
+    had nothing to propose for any row or a policy cut all of it, and for an observer that does not read them.
     """
 
     # Of the step

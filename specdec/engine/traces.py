@@ -22,7 +22,7 @@ class RowTrace:
 
     accepted: list[int] = field(default_factory=list)
     emitted: list[int] = field(default_factory=list)
-    undrafted: int = 0  # rounds in which nothing was drafted for it
+    undrafted: int = 0  # rounds in which nothing drafted for it was verified
 
     @property
     def rounds(self) -> int:

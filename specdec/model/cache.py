@@ -79,7 +79,7 @@ class KVCache:
         return part
 
     def scratch(self) -> "KVCache":
-        """Return an empty cache of one row, of this class and with as many slots, in memory of its own."""
+        """Return an empty cache of one row, with as many slots, in memory of its own."""
         return KVCache(len(self.memory), 1, self.slots, *self.shape, like=self.like)
 
     def take(self, other: "KVCache", length: int) -> None:

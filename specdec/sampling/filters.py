@@ -71,7 +71,7 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _scores_by_row(logits: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Return `filtered_scores` for rows that differ, logits [B, ..., V]. A filter that is off drops nothing."""
+    """Return `filtered_scores` for rows that differ, logits [B, ..., V]. Filters that are off drop no token above 0."""
     vocab = logits.shape[-1]
     scores = warmed(logits, sampling)
     if sampling.any_cut:

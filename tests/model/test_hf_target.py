@@ -102,7 +102,7 @@ def test_the_check_on_loading_notices_a_model_that_does_not_listen(ignored, tmp_
 
 
 def test_files_are_read_strictly(tmp_path):
-    save_hf(tmp_path, "olmo2")
+    model = save_hf(tmp_path, "olmo2")
     edit_tensors(tmp_path, **{"mtp.fc.weight": torch.ones(1)})
     load(tmp_path)  # heads for multi-token prediction are known by name
     edit_tensors(tmp_path, extra=torch.ones(1))
@@ -110,6 +110,14 @@ def test_files_are_read_strictly(tmp_path):
         load_target(tmp_path, tokenizer=False)
     edit_tensors(tmp_path, "extra", "model.norm.weight")
     with pytest.raises(ValueError, match=r"lacks the tensor model\.norm\.weight"):
+        load_target(tmp_path, tokenizer=False)
+    norm = torch.ones(model.config.hidden_size)
+    for wrong, sentence in ((norm[1:], r"norm\.weight has shape \[\d+\], the config"), (norm.char(), "whole numbers")):
+        edit_tensors(tmp_path, **{"model.norm.weight": wrong})
+        with pytest.raises(ValueError, match=sentence):
+            load_target(tmp_path, tokenizer=False)
+    edit_config(tmp_path, attention_dropout="x")
+    with pytest.raises(ValueError, match=r"'attention_dropout'.* expected .*got str"):
         load_target(tmp_path, tokenizer=False)
     edit_config(tmp_path, model_type="nobody")
     with pytest.raises(ValueError, match="nobody"):

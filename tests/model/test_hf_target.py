@@ -132,6 +132,22 @@ def test_half_precision_decodes(tmp_path):
     assert all(0 < len(row.tokens) <= 9 for row in rows)
 
 
+@torch.inference_mode()
+def test_a_target_in_fp8_decodes_in_fp32_on_a_cpu(tmp_path):
+    model, ids = save_hf(tmp_path, "llama", head=4.0), torch.randint(99, (1, 30))
+    model.model.embed_tokens.bfloat16()
+    edit_tensors(tmp_path, **{"model.embed_tokens.weight": model.model.embed_tokens.weight})
+    model.float()
+    tensors = {name: value for name, value in model.state_dict().items() if name.endswith("_proj.weight")}
+    scales = {f"{name}_scale_inv": torch.full((1, 1), 0.5) for name in tensors}
+    edit_tensors(tmp_path, **scales, **{name: (2 * x).to(torch.float8_e4m3fn) for name, x in tensors.items()})
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    for x in tensors.values():
+        x.copy_((2 * x).to(torch.float8_e4m3fn).float() / 2)
+    target = load(tmp_path)
+    torch.testing.assert_close(target(ids, target.new_cache(1, 32))[0], model(ids, use_cache=False).logits)
+
+
 @pytest.mark.parametrize(("family", "generic"), [("llama", False), ("llama", True), ("gpt_neox", False)])
 def test_a_model_in_memory_is_a_target_and_a_draft_model(family, generic, tmp_path):
     model = save_hf(tmp_path, family, vocab_size=60, eos_token_id=7, head=4.0)

@@ -150,7 +150,7 @@ def _generate(
     target: Any, prompts: Any, drafter: Any, tree: Any, adaptive: Any, words: SamplingWords, **given: Any
 ) -> Generation:
     """`generate`. Whatever can be checked without the models is checked before they are loaded."""
-    check_types(tree=tree, **given)
+    check_types(tree=tree, adaptive=adaptive, **given)
     check_prompts(prompts, "generate(target, prompts, drafter)")
     check_drafter(drafter)
     given["sampling"] = as_sampling(given["sampling"], {n: value for n, value in words.items() if value is not None})

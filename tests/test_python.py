@@ -85,6 +85,11 @@ WRONG = [
     (lambda t, d: specdec.generate(t, HI, d, verifier=3), "verifier must be a name such as match"),
     (lambda t, d: specdec.generate(t, HI, d, children="best"), "children must be one of likeliest"),
     (lambda t, d: specdec.generate(t, HI, d, adaptive="tabel"), "table"),
+    (lambda t, d: specdec.generate(t, HI, d, adaptive=5), "adaptive must be the name of a policy"),
+    (lambda t, d: specdec.generate(t, HI, d, graphs="x"), "graphs must be true or false"),
+    (lambda t, d: specdec.generate(t, HI, d, compile="x"), "compile must be true, false or 'aside'"),
+    (lambda t, d: specdec.generate(t, [HI], d, seed=[(1, 2, 3)]), "each seed must be a whole number or two"),
+    (lambda t, d: specdec.generate(t, [HI], d, seed=["x"]), "each seed must be a whole number or two"),
     (lambda t, d: specdec.train("x.jsonl", out="y", steps="3"), "steps must be a whole number"),
     (lambda t, d: specdec.train("x.jsonl", out="y", from_="demo/eagle3", drafter="mtp"), "leave out drafter=mtp"),
 ]
@@ -136,6 +141,23 @@ def test_a_tree_by_its_numbers(pair):
     assert len({tuple(one.rows[0].tokens) for one in same}) == 1
     assert {one.steps for one in same} == {3}
     assert specdec.generate(target, HI, drafter, topk=1, max_new_tokens=4).steps == 5
+    listed = how | {"max_new_tokens": [np.int64(8)], "seed": [(np.int64(3), 0)]}
+    assert specdec.generate(target, [HI], **listed).rows[0].tokens == list(same.pop().rows[0].tokens)
+
+
+def test_an_engine_that_decodes_refuses_another_call(pair):
+    engine = specdec.Engine(*pair, make_tree())
+    plain = specdec.answer(engine, HI, max_new_tokens=8).rows[0].tokens
+    refusals = []
+
+    def interrupt(report):
+        with pytest.raises(ValueError, match="use one engine for each thread") as error:
+            specdec.answer(engine, HI, max_new_tokens=2)
+        refusals.append(error)
+
+    assert specdec.answer(engine, HI, max_new_tokens=8, observer=interrupt).rows[0].tokens == plain
+    assert refusals
+    assert specdec.answer(engine, HI, max_new_tokens=8).rows[0].tokens == plain
 
 
 def test_a_policy_begins_with_the_acceptance_at_the_temperature(pair, monkeypatch):

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -77,10 +78,13 @@ class CachedJson:
             return None
 
     def write(self, entries: Mapping) -> None:
-        """Write these entries, and the identity with them."""
-        output_folder(self.file.parent)
+        """Write these entries, and the identity with them. If the cache cannot be written, print a note."""
         content = json.loads(json.dumps({**entries, "identity": self.identity}, default=str))
-        write_text(self.file, json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n")
+        try:
+            output_folder(self.file.parent)
+            write_text(self.file, json.dumps(content | {"sha256": _digest(content)}, indent=1) + "\n")
+        except ValueError as error:
+            print(f"note: {error}; the measurement is not cached", file=sys.stderr)
 
 
 def _digest(content: Mapping) -> str:

@@ -40,9 +40,10 @@ RANGES: dict[tuple[Any, float, float], str] = {
     (float, 0, 1e6): "feature temperature",
     (float, 0, MOST): "heldout grace",
     (float | None, 0, 1e12): "rope_theta",
-    (float | None, 0, MOST): "max_seconds",
+    (float | None, 0, MOST): "max_seconds budget_s",
+    (float | None, 1, 1e6): "simulate_tau",
 }
-ABOVE = ("rope_theta", "max_seconds")  # the lowest itself is too little
+ABOVE = ("rope_theta", "max_seconds", "budget_s")  # the lowest itself is too little
 _LIMITS = [
     (name, kind, ranged(low, high, above=name in ABOVE))
     for (kind, low, high), names in RANGES.items()

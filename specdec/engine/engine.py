@@ -83,7 +83,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.loop: Any = None  # a `Loop`, while room is reserved
         self.room = 0  # tokens of a row, as reserved; caches may have more
-        self.read_part = False  # a part of a prompt was read since the last round
+        self.read_part = self.generating = False  # a part of a prompt was read since the last round; in `generate`
         self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
     def __repr__(self) -> str:
@@ -234,10 +234,11 @@ class Engine:
         start, config, eos = time.perf_counter(), self.target.config, self.target.eos if eos is None else eos
         if not prompts:
             raise ValueError("no prompt was given")
+        if self.generating:  # in another thread, or an observer calls
+            raise ValueError("the engine is in the middle of a generate: use one engine for each thread")
         seeds = [(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
-        given: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds}
-        given |= {"stop": stop, "grammar": grammar}
-        columns = [per_row(value, len(prompts), name) for name, value in given.items()]
+        given: Any = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds, "stop": stop}
+        columns = [per_row(value, len(prompts), name) for name, value in (given | {"grammar": grammar}).items()]
         how: dict[str, Any] = {"eos": eos, "logprobs": logprobs, "vocab": config.vocab, "context": config.context}
         rows = [make_sequence(*own, **how) for own in zip(prompts, *columns, strict=True)]
         request = Request(
@@ -248,9 +249,10 @@ class Engine:
             penalised=any(row.sampling.penalised for row in rows),
             reads=reads_of(observer),
         )
-        self._reserve(request, [len(rows)])  # fewer rows would need captures of their own
-        self.waiting, clock, prefill_seconds = list(rows), self.loop.batch.clock, 0.0
+        self.generating = True
         try:
+            self._reserve(request, [len(rows)])  # fewer rows would need captures of their own
+            self.waiting, clock, prefill_seconds = list(rows), self.loop.batch.clock, 0.0
             while (report := self._step()) is not None:
                 if report.prefill:
                     prefill_seconds = time.perf_counter() - start - clock.seconds().get("capture", 0.0)
@@ -259,6 +261,7 @@ class Engine:
                     clock.mark("output")
                 report.logits = None  # too much for an observer to hold through the next round
         finally:
+            self.generating = False
             self._clear()
         return Result(rows, time.perf_counter() - start, prefill_seconds, clock.seconds())
 

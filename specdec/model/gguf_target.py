@@ -72,11 +72,11 @@ def _unpack(file: Path, made: Path, rounded: bool) -> None:
     """Write the folder `made` from the file."""
     fields, tensors = _read_header(file)
     print(f"note: {file.name} is unpacked once into {made.parent.parent}", file=sys.stderr)
-    model, tokenizer, missing = _read(file, fields)
+    model, tokenizer, info = _read(file, fields)
     weights = model.state_dict()
     if model.config.tie_word_embeddings:
         weights.pop("lm_head.weight", None)
-    _check_complete(file, weights, tensors, missing)
+    _check_complete(file, weights, tensors, info)
     made.mkdir()
     save_file({name: _stored(x, rounded) for name, x in weights.items()}, made / "model.safetensors")
     config = model.config.to_dict() | {"architectures": [type(model).__name__]}
@@ -91,10 +91,10 @@ def _unpack(file: Path, made: Path, rounded: bool) -> None:
 
 
 def _read(file: Path, fields: dict) -> tuple:
-    """Return transformers' model and tokenizer of a file, and the names of the parameters that it lacks."""
+    """Return transformers' model and tokenizer of a file, and its loading report."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from specdec.model.hf_load import quiet
+    from specdec.model.hf_load import quiet, reason_of
 
     try:
         with quiet(), redirect_stderr(io.StringIO()):  # of a progress bar that cannot be switched off
@@ -103,12 +103,12 @@ def _read(file: Path, fields: dict) -> tuple:
             if head_dim is not None and hasattr(config, "head_dim"):  # transformers passes over it in some families
                 config.head_dim = head_dim
             how: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+            how["ignore_mismatched_sizes"] = True  # `_check_complete` refuses them, and names one
             loaded: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, **how)
             model, info = loaded
-            return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), info["missing_keys"]
+            return model, AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), info
     except Exception as error:  # readers and modules of any family raise errors of any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{file}: transformers cannot read it: {reason:.300}") from None
+        raise ValueError(f"{file}: transformers cannot read it: {reason_of(error)}") from None
 
 
 def _stored(x: Tensor, rounded: bool) -> Tensor:
@@ -139,16 +139,22 @@ def _read_header(file: Path) -> tuple[dict, dict[str, Tensor]]:
         raise ValueError(f"{file} holds no tensors: give a file with a model's weights")
     if end > file.stat().st_size:
         raise ValueError(f"{file} is cut short: its tensors end at byte {end}, and the file at {file.stat().st_size}")
+    layers = len({x.name.split(".")[1] for x in reader.tensors if x.name.startswith("blk.")})
+    stated = fields.get(f"{fields.get('general.architecture')}.block_count")
+    if isinstance(stated, int) and stated > layers:
+        raise ValueError(f"{file} is damaged: block_count is {stated}, but it holds {layers} layers")
     return fields, {
         x.name: torch.tensor(x.data) if x.name == FREQUENCIES else torch.empty([*map(int, x.shape)], device="meta")
         for x in reader.tensors
     }
 
 
-def _check_complete(file: Path, weights: dict[str, Tensor], tensors: dict[str, Tensor], missing: list[str]) -> None:
+def _check_complete(file: Path, weights: dict[str, Tensor], tensors: dict[str, Tensor], info: dict) -> None:
     """Raise ValueError unless the file's values are the model's, as transformers passes over what it does not know."""
-    if missing:
-        raise ValueError(f"{file} lacks the tensor {min(missing)}")
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ValueError(f"{file}: tensor {name} has shape {list(found)}, its metadata ask for {list(wanted)}")
+    if info["missing_keys"]:
+        raise ValueError(f"{file} lacks the tensor {min(info['missing_keys'])}")
     there = sum(x.numel() for name, x in tensors.items() if name != FREQUENCIES)
     wanted = sum(x.numel() for x in weights.values())
     if there != wanted:

@@ -40,7 +40,7 @@ def load_transformers(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         text = config.get_text_config(decoder=True)
         read_windows(text)  # before gigabytes are read
-        if quantised := getattr(config, "quantization_config", None):
+        if quantised := getattr(config, "quantization_config", getattr(text, "quantization_config", None)):
             text.quantization_config = quantised  # of the whole, where the model is a part
         # Only the plain implementation of attention caps its products where a family asks for that.
         capped = getattr(text, "attn_logit_softcapping", None) is not None
@@ -60,15 +60,16 @@ def load_transformers(
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `check_names` refuses them, and names one
             )
         model, info = loaded
-        check_names(folder, config, info, wrapped=text is not config)
+        check_names(folder, config, info, text is not config, quantised)
         if cut:
             keep_shares(model)
         elif spread:
             hold_ends(model)
-        elif not quantised:
-            model.to(device)
+        elif getattr(model.config, "quantization_config", None) is None:
+            model.to(device, dtype if quantised else None)  # what was not in fp8 has the file's dtype
         # Quantised weights are tensors of classes of their own, which know few operators.
         here = ((key, local(p)) for key, p in model.named_parameters())
         plain = [(key, p) for key, p in here if type(p) in (nn.Parameter, torch.Tensor) and p.device.type != "meta"]
@@ -78,20 +79,34 @@ def load_transformers(
         transpose_weights(model)
         return TransformersTarget(model)
     except Exception as error:  # the modules of any family may raise errors of any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = reason_of(error)
         reason = f"the checkpoint is quantised: {reason}" if quantised else reason
         raise ValueError(f"{name}: {reason}") from None
 
 
-def check_names(folder: Path, config: PretrainedConfig, info: dict, wrapped: bool) -> None:
-    """Raise ValueError with the name of a missing or left-over tensor; `info` is transformers' loading report."""
+def reason_of(error: Exception) -> str:
+    """Return the message of an error in one line: the first, and the next where the first only announces it."""
+    if isinstance(error, KeyError):  # its message is the key alone
+        return f"there is no {error}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]
+
+
+def check_names(folder: Path, config: PretrainedConfig, info: dict, wrapped: bool, quantised: object) -> None:
+    """Raise ValueError for a tensor that is missing, left over or of another shape; `info` is transformers' report."""
+    for tensor, found, wanted in sorted(info["mismatched_keys"]):
+        raise ValueError(f"tensor {tensor} has shape {list(found)}, the config asks for {list(wanted)}")
     if info["missing_keys"]:
         raise ValueError(f"the checkpoint lacks the tensor {min(info['missing_keys'])}")
-    names = {inner_name(name): name for name in read_headers(folder)} if wrapped else {}
+    headers = {} if quantised and not wrapped else read_headers(folder)
+    names = {inner_name(name): name for name in headers} if wrapped else {}
     extra = [names.get(key, key) for key in info["unexpected_keys"]]
     extra = [name for name in extra if not set_aside(name, config.to_dict())]
     if extra:
         raise ValueError(f"the checkpoint holds the tensor {min(extra)}, for which the architecture has no place")
+    whole = [name for name, header in headers.items() if name.endswith(".weight") and not header.is_floating_point()]
+    if whole and not quantised:  # transformers would take the numbers as they are, without scales
+        raise ValueError(f"tensor {min(whole)} holds whole numbers, and the config has no quantization_config")
 
 
 @contextmanager

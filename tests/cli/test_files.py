@@ -210,6 +210,17 @@ def test_results_get_a_folder_of_their_own(tmp_path):
             files.output_folder(path)
 
 
+def test_a_cache_that_cannot_be_written_ends_no_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(files, "user_cache_path", lambda name: tmp_path / name)
+    (tmp_path / "specdec").write_text("a file, where the folder would be")
+    place = files.CachedJson("tuning", {"of": 1})
+    place.write({"points": 1})
+    assert re.search(
+        "^note: cannot write to .*tuning: Not a directory; .* not cached$", capsys.readouterr().err.strip()
+    )
+    assert place.read(dict) is None
+
+
 # Lines that are too long to tokenize are refused before they are in memory
 
 LONG = "word " * (MOST_LINE // 5 + 1)

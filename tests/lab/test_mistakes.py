@@ -19,7 +19,9 @@ USUAL = {  # words of every case of a command; those of the case replace them
 }
 CASES = [
     ("lab bench", "shape=tiny simulate_tau=9", "a simulated tau of 9 needs trees of at least 8 levels, this one has 5"),
-    ("lab bench", "shape=tiny simulate_tau=0.5", "a simulated tau must be at least 1"),
+    ("lab bench", "shape=tiny simulate_tau=0.5", "simulate_tau must be at least 1"),
+    ("lab bench", "shape=tiny simulate_tau=x", "simulate_tau must be a number from 1"),
+    ("lab bench", "shape=tiny budget_s=x", "budget_s must be a number above 0"),
     ("lab bench", "shape=tiny suite.contenders=[vllm]", "there is no contender 'vllm': there are plain"),
     ("lab bench", "shape=tiny suite.configurations=[huge]", "there is no configuration 'huge'"),
     ("lab bench", "shape=tiny configurations.short.prompt=0", "short.prompt must be a positive whole number, got 0"),

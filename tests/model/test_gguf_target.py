@@ -197,6 +197,14 @@ BROKEN = {
     "a part": (lambda file: rewritten(file, fields={"split.count": 3}), "one of 3 parts: join them"),
     "of an unknown family": (lambda file: rewritten(file, arch="wavelet"), "transformers cannot read it"),
     "without a tensor": (lambda file: rewritten(file, drop="blk.1.ffn_up.weight"), "model.layers.1.mlp.up_proj.weight"),
+    "of fewer layers": (
+        lambda file: rewritten(file, fields={"llama.block_count": 9}),
+        "block_count is 9, but it holds 3 layers",
+    ),
+    "of another width": (
+        lambda file: rewritten(file, fields={"llama.feed_forward_length": 48}),
+        r"layers\.0\.mlp\.\w+_proj\.weight has shape .* its metadata ask for",
+    ),
     "with a tensor that is not read": (lambda file: rewritten(file, extra=True), "tensors that transformers does not"),
     "of another scaling": (
         lambda file: rewritten(file, fields={"llama.rope.scaling.type": "spiral"}),

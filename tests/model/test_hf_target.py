@@ -102,7 +102,7 @@ def test_the_check_on_loading_notices_a_model_that_does_not_listen(ignored, tmp_
 
 
 def test_files_are_read_strictly(tmp_path):
-    save_hf(tmp_path, "olmo2")
+    model = save_hf(tmp_path, "olmo2")
     edit_tensors(tmp_path, **{"mtp.fc.weight": torch.ones(1)})
     load(tmp_path)  # heads for multi-token prediction are known by name
     edit_tensors(tmp_path, extra=torch.ones(1))
@@ -110,6 +110,14 @@ def test_files_are_read_strictly(tmp_path):
         load_target(tmp_path, tokenizer=False)
     edit_tensors(tmp_path, "extra", "model.norm.weight")
     with pytest.raises(ValueError, match=r"lacks the tensor model\.norm\.weight"):
+        load_target(tmp_path, tokenizer=False)
+    norm = torch.ones(model.config.hidden_size)
+    for wrong, sentence in ((norm[1:], r"norm\.weight has shape \[\d+\], the config"), (norm.char(), "whole numbers")):
+        edit_tensors(tmp_path, **{"model.norm.weight": wrong})
+        with pytest.raises(ValueError, match=sentence):
+            load_target(tmp_path, tokenizer=False)
+    edit_config(tmp_path, attention_dropout="x")
+    with pytest.raises(ValueError, match=r"'attention_dropout'.* expected .*got str"):
         load_target(tmp_path, tokenizer=False)
     edit_config(tmp_path, model_type="nobody")
     with pytest.raises(ValueError, match="nobody"):
@@ -122,6 +130,22 @@ def test_half_precision_decodes(tmp_path):
     drafter = eagle3.create(target).to(torch.bfloat16).eval()
     rows = Engine(target, drafter, DynamicTree(3, 3, 9)).generate([[1, 2], [3]], max_new_tokens=9).rows
     assert all(0 < len(row.tokens) <= 9 for row in rows)
+
+
+@torch.inference_mode()
+def test_a_target_in_fp8_decodes_in_fp32_on_a_cpu(tmp_path):
+    model, ids = save_hf(tmp_path, "llama", head=4.0), torch.randint(99, (1, 30))
+    model.model.embed_tokens.bfloat16()
+    edit_tensors(tmp_path, **{"model.embed_tokens.weight": model.model.embed_tokens.weight})
+    model.float()
+    tensors = {name: value for name, value in model.state_dict().items() if name.endswith("_proj.weight")}
+    scales = {f"{name}_scale_inv": torch.full((1, 1), 0.5) for name in tensors}
+    edit_tensors(tmp_path, **scales, **{name: (2 * x).to(torch.float8_e4m3fn) for name, x in tensors.items()})
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    for x in tensors.values():
+        x.copy_((2 * x).to(torch.float8_e4m3fn).float() / 2)
+    target = load(tmp_path)
+    torch.testing.assert_close(target(ids, target.new_cache(1, 32))[0], model(ids, use_cache=False).logits)
 
 
 @pytest.mark.parametrize(("family", "generic"), [("llama", False), ("llama", True), ("gpt_neox", False)])

@@ -45,7 +45,8 @@ def start(name: str, command: Command, given: Sequence[str]) -> None:
             raise ValueError("the settings refer to each other in a circle") from None
         check_places(plain)  # first, as it needs no torch
         check_settings(plain, command.conf)
-        loading(name, (plain.get("target") or {}).get("path"), plain.get("draft"))
+        if "target" in plain:
+            loading(name, (plain["target"] or {}).get("path"), plain.get("draft"))
         import_module(f"specdec.{command.module}").run(settings)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback

@@ -22,6 +22,10 @@ LAUNCHERS = {"joblib": "hydra_joblib_launcher", "submitit": "hydra_submitit_laun
 
 def run(config: DictConfig) -> None:
     """Run one job: the command, in a process of its own."""
+    if config.part not in range(config.parts):
+        raise ValueError(
+            f"part must be a number from 0 to {config.parts - 1} where parts={config.parts}, got {config.part}"
+        )
     words = [word.replace("{parts}", str(config.parts)).replace("{part}", str(config.part)) for word in config.command]
     code = subprocess.run([sys.executable, "-m", "specdec", *words], check=False).returncode
     if code:

@@ -27,6 +27,7 @@ def test_words_reach_the_command_as_they_are(tmp_path):
     with mock.patch.object(subprocess, "run", note):
         done = run_here(main_of("lab jobs"), "parts=2", f"out={tmp_path}", "--", *words)
     assert done.returncode == 0, done.stderr
+    assert "loading" not in done.stderr
     assert started == [[*words[:6], f"{part} of 2", *words[7:]] for part in (0, 1)]
 
 
@@ -37,6 +38,7 @@ def test_words_reach_the_command_as_they_are(tmp_path):
         (["--", "show"], "say how many jobs there are: parts=4"),
         (["parts=0", "--", "show"], "say how many jobs there are: parts=4"),
         (["--parts=1", "--", "nonsense"], "job 0 of 1 ended with exit code 2: specdec nonsense"),
+        (["parts=2", "part=5", "--", "show"], "part must be a number from 0 to 1 where parts=2, got 5"),
         (["parts=1", "--", "nonsense"], "job 0 of 1 ended with exit code 2: specdec nonsense"),
     ],
 )

@@ -21,6 +21,7 @@ CASES = [
     ("lab bench", "shape=tiny simulate_tau=9", "a simulated tau of 9 needs trees of at least 8 levels, this one has 5"),
     ("lab bench", "shape=tiny simulate_tau=0.5", "simulate_tau must be at least 1"),
     ("lab bench", "shape=tiny simulate_tau=x", "simulate_tau must be a number from 1"),
+    ("lab bench", "shape=tiny suite.contenders=plein", "there is no contender 'plein'"),
     ("lab bench", "shape=tiny budget_s=x", "budget_s must be a number above 0"),
     ("lab bench", "shape=tiny suite.contenders=[vllm]", "there is no contender 'vllm': there are plain"),
     ("lab bench", "shape=tiny suite.configurations=[huge]", "there is no configuration 'huge'"),

@@ -109,6 +109,7 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
         }
         known = ours | known
     names = settings["suite"]["contenders"]
+    names = names if isinstance(names, list) else [names]  # a list of one is written without brackets
     for name in names:
         if name not in known:
             there = ", ".join(other for other in known if not other.endswith(tuple(DTYPES)))

@@ -34,7 +34,6 @@ TYPES: dict[str, Any] = {
     "seed": int | list | tuple,
     "raw": bool,
     "compile": bool | str,
-    "graphs": bool | None,
     "children": str | None,
     "topk": int | None,
     "steps": int | None,
@@ -59,6 +58,8 @@ def check_types(**given: Any) -> None:
             check_value(typed(TYPES[name]), plain(value), name)
     if isinstance(given.get("compile"), str) and given["compile"] != "aside":
         raise ValueError(f"compile must be true, false or 'aside', got {shown(given['compile'])}")
+    if not (isinstance(graphs := given.get("graphs"), bool | None) or hasattr(graphs, "capture")):  # an `Executor`
+        raise ValueError(f"graphs must be true or false, got {shown(graphs)}")
     if not isinstance(adaptive := given.get("adaptive"), str | Policy | None):
         raise ValueError(f"adaptive must be the name of a policy, or a policy, got {shown(adaptive)}")
     if isinstance(seeds := plain(given.get("seed")), list | tuple) and not all(map(_is_seed, seeds)):

@@ -216,7 +216,7 @@ def judge(other: Outcome, start: Outcome, tests: int) -> None:
     if len(gains) < 2 or not gains.isfinite().all():  # of one position the error is unknown
         return
     steps, gain = gains.shape[1], gains.sum(1)
-    error = float(gain.std()) / sqrt(max(len(gain), 2) / steps)
+    error = float(gain.std()) / sqrt(len(gain) / steps)
     other.gain, other.margin = float(gain.mean()) / steps, 1.96 * error / steps
     chance = erfc(abs(float(gain.mean())) / max(error, 1e-12) / sqrt(2)) / 2
     if chance >= LEVEL / tests:

@@ -54,10 +54,9 @@ def contenders_of(settings: dict, target, name: str, entry: object) -> dict:
     engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
     contenders = ["plain", "speculative", *engines]
     given = {"tree": tree_of_settings(settings), "verifier": "match"}
-    given |= {name: settings[name] for name in ("token_map", "compile")}
+    given |= {key: settings[key] for key in ("token_map", "compile")}
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}
     slots = min(ENGINE_PROMPT + settings["max_new_tokens"], target.config.context)
-
     way = partial(way_of, name, entry, target, given)
 
     def speculative() -> Ours:

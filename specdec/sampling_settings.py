@@ -45,7 +45,7 @@ class Sampling:
     def __post_init__(self) -> None:
         """Check types and ranges. Raises ValueError for the first wrong value."""
         for setting in fields(self):
-            known = int if setting.name == "top_k" else int | float  # this is fast, and what is right passes it
+            known = int if setting.type is int else int | float  # a quick look, before `check_value`
             if not isinstance(value := getattr(self, setting.name), known) or isinstance(value, bool):
                 check_value(setting, value, setting.name)
         if not 0 <= self.temperature < float("inf"):

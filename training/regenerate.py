@@ -29,6 +29,7 @@ from specdec.api import DEMO_TARGET, ModelSettings
 from specdec.cli.lock import only_writer
 from specdec.cli.parser import read_flags
 from specdec.engine.engine import Engine
+from specdec.engine.sequence import REASONS
 from specdec.machine import matmul_precision
 from specdec.model.language_model import LanguageModel
 from specdec.model.loader import load_texts
@@ -208,8 +209,7 @@ def regenerate(
         if server is None:
             seeds = [(seed, number) for number in numbers]
             found = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seeds).rows
-            cut = "length", "context"
-            said = [("", row.tokens, "length" if row.finish in cut else "stop") for row in found]
+            said = [("", row.tokens, REASONS.get(row.finish, row.finish)) for row in found]
         else:
             one = server.complete(ids[0], max_new_tokens, sampling, seed_of(seed, numbers[0]))
             server.check_ids(one, target.vocab)

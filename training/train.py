@@ -229,13 +229,11 @@ def draft_of(trainer: Trainer) -> str:
     return f"{own.as_passed(recipe['_target_'])}:{draft}"
 
 
-def what_next(config: DictConfig, draft: str, exports: bool) -> str:
-    """The command that shows the trained drafter: a target that is not whole decodes in a server only.
-
-    exports: vLLM could load the drafter.
-    """
+def what_next(config: DictConfig, trainer: Trainer) -> str:
+    """The command that shows the trained drafter: a target that is not whole decodes in a server only."""
+    draft = draft_of(trainer)
     if not config.whole_target:
-        if not exports:
+        if "vllm" in without_a_form(trainer.published, trainer.target):
             return shlex.join(["checkpoint", "inspect", draft])
         target = str(config.target.path or DEMO_TARGET)
         return shlex.join(["checkpoint", "export", draft, "FOLDER", "--for", "vllm", "--target", target])
@@ -264,8 +262,7 @@ def train(config: DictConfig, out: Path, processes: Processes, resume: bool) -> 
     metrics = trainer.train()
     if processes.main:
         if not trainer.owed:
-            exports = "vllm" not in without_a_form(trainer.published, trainer.target)
-            print(f"try it: specdec {what_next(config, draft_of(trainer), exports)}")
+            print(f"try it: specdec {what_next(config, trainer)}")
         report = {"step": trainer.step} | metrics
         print(json.dumps(report | {"draft": draft_of(trainer), "seconds": round(trainer.seconds, 1)}))
     return trainer

@@ -13,6 +13,7 @@ from specdec.sampling.noise import Seed
 from specdec.structs import DraftTree, Sampling
 
 MOST_LIKELY = 20  # as OpenAI's interface has it
+REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI calls it, where that differs
 
 
 class Stop(Protocol):

@@ -15,6 +15,11 @@ from specdec.text import encode_prompt, read_prompts
 TEXTS = ("draft", "name", "token_map", "feedback")  # of an entry
 
 
+def as_list(value: Any) -> list:
+    """Return a list as it is, and any other value as a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
 def load_models(args: argparse.Namespace) -> tuple[LanguageModel, Drafter]:
     """The pair that the flags name. Raises ValueError for a target without its drafter."""
     models = read_flags(ModelSettings, args)

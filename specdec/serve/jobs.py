@@ -10,7 +10,6 @@ from specdec.sampling.noise import Seed
 from specdec.structs import Sampling
 
 HOW = ("max_new_tokens", "sampling", "seed", "eos", "stop", "logprobs", "grammar", "steps", "top_logprobs")
-REASONS = {"eos": "stop", "context": "length"}  # a `finish` -> what OpenAI calls it, where that differs
 
 
 @dataclass

@@ -7,7 +7,8 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
-from specdec.serve.jobs import REASONS, Delta, Job
+from specdec.engine.sequence import REASONS
+from specdec.serve.jobs import Delta, Job
 from specdec.text import TextStream
 from specdec.vocabulary import vocabulary_of
 

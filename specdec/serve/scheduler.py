@@ -16,8 +16,8 @@ import torch
 
 from specdec.engine.engine import Engine
 from specdec.engine.report import Observer, Reads, RoundReport
-from specdec.engine.sequence import Sequence, make_sequence
-from specdec.serve.jobs import REASONS, Delta, Job
+from specdec.engine.sequence import REASONS, Sequence, make_sequence
+from specdec.serve.jobs import Delta, Job
 from specdec.serve.metrics import Metrics, count, drafted_of
 from specdec.serve.refusal import Refusal
 

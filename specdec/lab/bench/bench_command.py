@@ -27,6 +27,7 @@ from specdec.lab.bench.bench import Bench, random_prompts, read_configurations, 
 from specdec.lab.bench.contenders import Contender, Ours, bandwidth, of_transformers_by_name
 from specdec.lab.bench.peers import peers_by_name
 from specdec.lab.bench.random_weights import MARK, SimulatedTau, random_head, random_target, random_transformers
+from specdec.lab.models import as_list
 from specdec.lab.output import provenance, write_json
 from specdec.machine import matmul_precision, set_matmul_precision
 from specdec.model.checkpoint import DTYPES, check_device, choose_dtype
@@ -108,8 +109,7 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
             f"{prefix}speculative": partial(lambda how: Ours(target, make_drafter(), tree, verifier, how), compiled),
         }
         known = ours | known
-    names = settings["suite"]["contenders"]
-    names = names if isinstance(names, list) else [names]  # a list of one is written without brackets
+    names = as_list(settings["suite"]["contenders"])
     for name in names:
         if name not in known:
             there = ", ".join(other for other in known if not other.endswith(tuple(DTYPES)))

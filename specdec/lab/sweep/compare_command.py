@@ -21,6 +21,7 @@ from specdec.cli.files import output_folder
 from specdec.lab.bench.bench import Bench, Configuration, text_prompts
 from specdec.lab.bench.bench_command import make_contenders, print_rows
 from specdec.lab.bench.contenders import Ours, bandwidth
+from specdec.lab.models import as_list
 from specdec.lab.output import machine_in_short, write_csv, write_figure, write_json
 from specdec.lab.sweep.compare import as_rows
 from specdec.lab.sweep.comparison import compare, named, way_of
@@ -51,8 +52,7 @@ def entries_of(settings: dict) -> dict:
 
 def contenders_of(settings: dict, target, name: str, entry: object) -> dict:
     """Return how to make plain decoding, the first entry and the engines of `with`. ValueError if there is none."""
-    engines = settings["with"] if isinstance(settings["with"], list) else [settings["with"]]
-    contenders = ["plain", "speculative", *engines]
+    contenders = ["plain", "speculative", *as_list(settings["with"])]
     given = {"tree": tree_of_settings(settings), "verifier": "match"}
     given |= {key: settings[key] for key in ("token_map", "compile")}
     settings = settings | {"shape": None, "simulate_tau": None, "assistant": None, "suite": {"contenders": contenders}}

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from specdec.api import DEMO_TARGET
 from specdec.cli.files import no_empty_folder
 from specdec.cli.lock import only_writer
-from specdec.lab.models import own_names
+from specdec.lab.models import as_list, own_names
 from specdec.lab.output import command_line
 from specdec.lab.sweep.benchmarks import load_benchmark
 from specdec.lab.sweep.points import Draft, SweepPoint, signature
@@ -28,11 +28,6 @@ from specdec.model.names import draft_for
 from specdec.training.loop.parallel import join_processes
 from specdec.training.train import check_folder, instantiate, load_some
 from specdec.trees.spec import grid
-
-
-def as_list(value) -> list:
-    """Return a list as it is, and any other value as a list of one."""
-    return value if isinstance(value, list) else [value]
 
 
 def share_of(points: list[SweepPoint], shard: int, shards: int, rank: int, world: int) -> list[SweepPoint]:

@@ -55,7 +55,7 @@ class Eagle(RecurrentDrafter):
         slowly.
         """
         h, embedding = self.shape.hidden, self.embedding.float()
-        loudness = 0.5 * target.final_scale() / embedding.square().mean().sqrt()
+        loudness = (0.5 * target.final_scale() / embedding.square().mean().sqrt()).item()
         self.fc.weight[:, :h] = nn.init.orthogonal_(torch.empty(h, h)) * loudness
         self.fc.weight[:, h:] = torch.eye(h)
 

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from helpers import refused
 
 import specdec
@@ -47,6 +48,9 @@ WRONG = [
     (lambda t, d: specdec.generate(t, [None]), "a prompt must be a text"),
     (lambda t, d: specdec.generate(t, [[1, 2.5]]), "token ids"),
     (lambda t, d: specdec.generate(t, []), "no prompt was given"),
+    (lambda t, d: specdec.generate(t, [], d, adaptive="ema"), "no prompt was given"),
+    (lambda t, d: specdec.generate(t, [HI], d, adaptive="ema", sampling=()), "sampling has 0 values"),
+    (lambda t, d: torch.autocast("cpu", torch.bfloat16)(specdec.generate)(t, HI), "autocast to bfloat16 is on"),
     (lambda t, d: specdec.generate(t, [[10**6]]), "vocabulary"),
     (lambda t, d: specdec.generate("demo/target", [{"role": "robot", "content": "x"}]), "role must be one of system"),
     (lambda t, d: specdec.generate("demo/target", [{"role": "human", "content": "x"}]), "did you mean 'user'?"),
@@ -143,6 +147,8 @@ def test_a_tree_by_its_numbers(pair):
     assert specdec.generate(target, HI, drafter, topk=1, max_new_tokens=4).steps == 5
     listed = how | {"max_new_tokens": [np.int64(8)], "seed": [(np.int64(3), 0)]}
     assert specdec.generate(target, [HI], **listed).rows[0].tokens == list(same.pop().rows[0].tokens)
+    both = specdec.generate(target, [HI] * 2, drafter, sampling=(Sampling(), Sampling(0.5)), adaptive="table:1=1")
+    assert [row.sampling.temperature for row in both.rows] == [0, 0.5]
 
 
 def test_an_engine_that_decodes_refuses_another_call(pair):

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from specdec.contracts import Drafter, TreePolicy
 from specdec.model.language_model import LanguageModel
 from specdec.schema import shown
@@ -19,6 +21,14 @@ def check_parts(target: object, drafter: object, policy: object, verifier: objec
         raise TypeError(f"policy must be a tree, see specdec.make_tree, got {shown(policy)}")
     if not callable(verifier) or not hasattr(verifier, "lossless"):
         raise TypeError(f"verifier must be a verifier, see specdec.make_verifier, got {shown(verifier)}")
+
+
+def check_autocast(target: LanguageModel) -> None:
+    """Raise ValueError under an autocast to another dtype than the target's, in which its caches are."""
+    kind = target.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != target.dtype:
+        names = (str(dtype).removeprefix("torch.") for dtype in (torch.get_autocast_dtype(kind), target.dtype))
+        raise ValueError("torch.autocast to {} is on, and the target decodes in {}: decode outside it".format(*names))
 
 
 def checked(target: LanguageModel, drafter: Drafter, policy: TreePolicy, verifier: Verifier) -> TreePolicy:

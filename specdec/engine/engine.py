@@ -11,7 +11,7 @@ import torch
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
-from specdec.engine.compatibility import check_parts
+from specdec.engine.compatibility import check_autocast, check_parts
 from specdec.engine.executor import Executor
 from specdec.engine.graphs import make_graphs, widths_up_to
 from specdec.engine.loop import Loop
@@ -236,7 +236,7 @@ class Engine:
             raise ValueError("no prompt was given")
         if self.generating:  # in another thread, or an observer calls
             raise ValueError("the engine is in the middle of a generate: use one engine for each thread")
-        seeds = [(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
+        seeds = seed if isinstance(seed, abc.Sequence) else [(seed, row) for row in range(len(prompts))]
         given: Any = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds, "stop": stop}
         columns = [per_row(value, len(prompts), name) for name, value in (given | {"grammar": grammar}).items()]
         how: dict[str, Any] = {"eos": eos, "logprobs": logprobs, "vocab": config.vocab, "context": config.context}
@@ -252,14 +252,15 @@ class Engine:
         self.generating = True
         try:
             self._reserve(request, [len(rows)])  # fewer rows would need captures of their own
-            self.waiting, clock, prefill_seconds = list(rows), self.loop.batch.clock, 0.0
+            self.waiting, clock, begun, mark, prefill_seconds = list(rows), self.loop.batch.clock, start, 0, 0.0
             while (report := self._step()) is not None:
-                if report.prefill:
-                    prefill_seconds = time.perf_counter() - start - clock.seconds().get("capture", 0.0)
+                if report.prefill:  # with a prefix cache several, and rounds between them
+                    prefill_seconds += time.perf_counter() - begun - clock.seconds(mark).get("capture", 0.0)
                 if observer is not None:
                     observer(report)
                     clock.mark("output")
                 report.logits = None  # too much for an observer to hold through the next round
+                begun, mark = time.perf_counter(), clock.position - 1
         finally:
             self.generating = False
             self._clear()
@@ -267,17 +268,16 @@ class Engine:
 
     def _reserve(self, request: Request, widths: list[int], continuous: bool = False) -> None:
         """widths: numbers of rows that rounds are captured for, if they are. continuous: sequences join and leave."""
+        check_autocast(self.target)
         self._clear()  # before memory is taken
-        if self.prefixes is not None:
-            request = replace(request, prefixes=self.prefixes.budget)
         levels = 1 if self.adaptive is None else 1 + self.policy.steps
-        request = replace(request, captures=len(widths) * levels)
-        rows, room = request.batch, request.room
-        self.room, clock = room, Clock(self.device)
+        prefixes = 0 if self.prefixes is None else self.prefixes.budget
+        request = replace(request, prefixes=prefixes, captures=len(widths) * levels)
+        self.room, room, clock = request.room, request.room, Clock(self.device)
         if self.graphs is None:
             self._check_memory(request)
             how: dict[str, Any] = {name: getattr(self, name) for name in ("overlap", "compact", "abstain", "adaptive")}
-            batch = Batch(self.round, rows, room, clock, **how)
+            batch = Batch(self.round, request.batch, room, clock, **how)
         else:
             room = self.graphs.room_for(widths, room)
             self._check_memory(replace(request, room=room), allocated=self.graphs.batch is not None)

@@ -150,11 +150,11 @@ def make_sequence(
         raise ValueError("a text that obeys a grammar ends by the target's own eos tokens: give no others")
     room = context - len(prompt)
     return Sequence(
-        prompt,
+        list(map(int, prompt)),  # a copy: the caller's list may grow
         min(max_new_tokens, room),
         "length" if max_new_tokens <= room else "context",
         sampling or Sampling(),
-        (seed, 0) if isinstance(seed, int) else (seed[0], seed[1]),
+        (int(seed[0]), int(seed[1])) if isinstance(seed, abc.Sequence) else (int(seed), 0),
         stop,
         eos,
         steps,

@@ -125,9 +125,14 @@ def test_a_trace_of_rows_that_join():
     target, recorder = tiny_target(), Recorder()
     engine = Engine(target, tiny_drafter(target, draft_vocab=8), TREE)
     engine.reserve(2, 40)
-    rows = [engine.add(**job(i, (Sampling(),))) for i in range(6)]
+    rows = [engine.add(**job(i, (Sampling(),), eos=frozenset())) for i in range(6)]
     while (report := engine.step()) is not None:
         recorder(report)
+        if len(rows[1].tokens) == 4:  # when row 0 is aborted, its place is taken before the next report
+            engine.abort(rows[0])
+        if len(rows[5].tokens) > 1:  # no report follows
+            engine.abort(rows[5])
+    assert rows[0].finish == rows[5].finish == "abort"
     seen, made = ([(r.prompt, r.tokens, r.finish, r.trace) for r in some] for some in (recorder.trace.rows, rows))
     assert seen == made
 

@@ -5,6 +5,7 @@ import math
 from dataclasses import asdict
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import main_of, refused, tiny_drafter, tiny_target
@@ -96,6 +97,29 @@ def test_a_prefill_is_all_parts_of_its_prompt_and_no_capture(graphs, unpacked):
         assert row.prefill_seconds == pytest.approx(spent["prefill"], rel=1e-9)
         for part in {*spent} - {"prefill", "capture", "output"}:  # the callers' time is in none
             assert sum(r.seconds.get(part, 0.0) for r in row.rounds) == pytest.approx(spent[part], rel=1e-9)
+
+
+def test_rounds_between_the_prefills_of_a_call_are_decoding(target):
+    """With a prefix cache prompts that begin alike join one after the other."""
+    engine = Engine(target, tiny_drafter(target), TREES["chain"], prefixes=1 << 24)
+    prompts = [[3, 5, 7, 9] * 9 + [n] for n in range(9)]
+    engine.generate(prompts, **HOW)
+    joined: list[bool] = []
+    result = engine.generate(prompts, **HOW | {"max_new_tokens": 6}, observer=lambda r: joined.append(r.prefill))
+    assert sum(joined) == len(prompts)
+    assert joined[:4] == [True, False, True, False]
+    assert result.decode_seconds > 0.9 * sum(result.parts[part] for part in ("draft", "verify", "commit", "host"))
+
+
+def test_numbers_of_numpy_and_lists_that_grow(target, tmp_path):
+    recorder, sampling = Recorder(), Sampling(np.float32(0.75), top_k=np.int64(9))
+    prompt = list(np.array(PROMPTS[0]))
+    made = Engine(target).generate([prompt], sampling=sampling, observer=recorder, **HOW | {"seed": np.int64(7)})
+    prompt.append(2)
+    write_trace(recorder.trace, tmp_path / "trace")
+    row = read_trace(tmp_path / "trace").rows[0]
+    assert (row.prompt, row.tokens, tuple(row.seed)) == (PROMPTS[0], made.rows[0].tokens, (7, 0))
+    assert row.sampling == Sampling(0.75, top_k=9)
 
 
 def test_a_clock_that_sums_old_marks(monkeypatch):

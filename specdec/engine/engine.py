@@ -67,9 +67,8 @@ class Engine:
         """Check that the parts fit together, and prepare rounds. Raises ValueError if the parts do not fit."""
         check_parts(target, drafter, policy, verifier)
         self.round = Round(target, drafter, policy, verifier, children)
-        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.target, self.drafter, self.verifier, self.device = target, drafter, verifier, target.device
         self.policy: Any = self.round.policy  # a `TreePolicy`; None without a drafter
-        self.device = target.device
         self.adaptive, self.round.adapts = adaptive, adaptive is not None
         if adaptive is not None and drafter is None:
             raise ValueError("an adaptive policy chooses draft trees, and without a drafter there are none")
@@ -84,7 +83,6 @@ class Engine:
         self.loop: Any = None  # a `Loop`, while room is reserved
         self.room = 0  # tokens of a row, as reserved; caches may have more
         self.read_part = self.generating = False  # a part of a prompt was read since the last round; in `generate`
-        self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
     def __repr__(self) -> str:
         """Return the names of target, drafter and tree."""
@@ -107,7 +105,7 @@ class Engine:
         room = min(room, self.target.config.context)
         request = Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part)
         self._reserve(request, widths_up_to(rows) if self.compact else [rows], continuous=True)
-        self.seed, self.added = seed, 0
+        self.seed, self.added = seed, 0  # the second counts sequences
 
     def add(
         self,
@@ -271,7 +269,7 @@ class Engine:
         check_autocast(self.target)
         self._clear()  # before memory is taken
         levels = 1 if self.adaptive is None else 1 + self.policy.steps
-        prefixes = 0 if self.prefixes is None else self.prefixes.budget
+        prefixes = 0 if self.prefixes is None else max(self.prefixes.budget - self.prefixes.bytes, 1)
         request = replace(request, prefixes=prefixes, captures=len(widths) * levels)
         self.room, room, clock = request.room, request.room, Clock(self.device)
         if self.graphs is None:
@@ -296,5 +294,7 @@ class Engine:
     def _check_memory(self, request: Request, allocated: bool = False) -> None:
         """Raise ValueError for a request that a GPU cannot hold, before anything is allocated."""
         if is_limited(self.device):
+            if self.drafter is not None and not allocated:
+                self.drafter.reset(1, 1)  # it holds the cache of the last call
             wanted = plan(self.round, request, self.graphs is not None)
             check(wanted, free_bytes(self.device, wanted.needed_again if allocated else wanted.needed), allocated)

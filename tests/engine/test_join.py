@@ -308,6 +308,17 @@ def test_who_shares_little_is_read_with_others(more, together):
     assert_as_alone(target, rows)
 
 
+def test_prompts_are_read_anew_after_the_weights_have_changed():
+    engine = Engine(tiny_target(), prefixes=PLENTY)
+    for cached in (0, LEAST + 7, 0):
+        if not cached:
+            with torch.no_grad():
+                engine.target.blocks[0].attention.qkv.weight.mul_(1.5)
+        (row,) = engine.generate([START], max_new_tokens=12).rows
+        assert row.cached == cached
+        assert_as_alone(engine.target, [row])
+
+
 def test_a_target_with_recurrent_layers_keeps_nothing(tmp_path):
     target = hybrid_target(tmp_path, "qwen3_next")
     rows = decode(Engine(target, prefixes=PLENTY))

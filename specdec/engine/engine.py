@@ -65,7 +65,7 @@ class Engine:
         prefixes: int = 0,
     ):
         """Check that the parts fit together, and prepare rounds. Raises ValueError if the parts do not fit."""
-        check_parts(target, drafter, policy, verifier)
+        check_parts(target, drafter, policy, verifier, adaptive)
         self.round = Round(target, drafter, policy, verifier, children)
         self.target, self.drafter, self.verifier, self.device = target, drafter, verifier, target.device
         self.policy: Any = self.round.policy  # a `TreePolicy`; None without a drafter
@@ -230,7 +230,7 @@ class Engine:
             observer: Called after every step.
         """
         start, config, eos = time.perf_counter(), self.target.config, self.target.eos if eos is None else eos
-        if not prompts:
+        if len(prompts) == 0:
             raise ValueError("no prompt was given")
         if self.generating:  # in another thread, or an observer calls
             raise ValueError("the engine is in the middle of a generate: use one engine for each thread")

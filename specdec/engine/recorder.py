@@ -75,6 +75,12 @@ class TracedRow:
     seed: Seed = (0, 0)  # of all that was drawn for it
     rounds: list[TracedRound] = field(default_factory=list)
 
+    def add(self, made: TracedRound) -> None:
+        """Append a round, and forget what was computed of the rounds before it."""
+        self.rounds.append(made)
+        for name in ("trace", "drafting", "drafted", "chains"):
+            vars(self).pop(name, None)
+
     @property
     def tokens(self) -> list[int]:
         """All emitted tokens: the first one, from the prefill, and those of the rounds."""
@@ -180,7 +186,7 @@ class Recorder(Observer):
         for row, emitted, path, tree, deep in zip(report.rows, report.emitted, paths, trees, levels, strict=True):
             if emitted:  # else the row had ended before
                 ours, context = self._rows[row], len(row.prompt) + len(row.tokens) - len(emitted)
-                ours.rounds.append(TracedRound(context, path, list(emitted), seconds, tree, experts))
+                ours.add(TracedRound(context, path, list(emitted), seconds, tree, experts))
                 ours.steps = max(ours.steps, deep)
 
 

@@ -128,6 +128,7 @@ def test_a_trace_of_rows_that_join():
     rows = [engine.add(**job(i, (Sampling(),), eos=frozenset())) for i in range(6)]
     while (report := engine.step()) is not None:
         recorder(report)
+        assert [row.trace for row in recorder.trace.rows] == [row.trace for row in rows if row.tokens]
         if len(rows[1].tokens) == 4:  # when row 0 is aborted, its place is taken before the next report
             engine.abort(rows[0])
         if len(rows[5].tokens) > 1:  # no report follows

@@ -2,7 +2,6 @@
 
 import time
 from collections import abc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -214,7 +213,7 @@ class Engine:
         stop: abc.Sequence[Stop | None] | None = None,
         logprobs: bool = False,
         grammar: Grammar | abc.Sequence[Grammar | None] | None = None,
-        observer: Observer | Callable[[RoundReport], None] | None = None,
+        observer: Observer | abc.Callable[[RoundReport], None] | None = None,
     ) -> Result:
         """Continue each prompt until EOS, its stop, the grammar's end, `max_new_tokens` or the end of the context.
 
@@ -253,12 +252,12 @@ class Engine:
             self.waiting, clock, begun, mark, prefill_seconds = list(rows), self.loop.batch.clock, start, 0, 0.0
             while (report := self._step()) is not None:
                 if report.prefill:  # with a prefix cache several, and rounds between them
+                    clock.mark("prefill")
                     prefill_seconds += time.perf_counter() - begun - clock.seconds(mark).get("capture", 0.0)
                 if observer is not None:
                     observer(report)
                     clock.mark("output")
-                report.logits = None  # too much for an observer to hold through the next round
-                begun, mark = time.perf_counter(), clock.position - 1
+                report.logits, begun, mark = None, time.perf_counter(), clock.position - 1  # logits fill memory
         finally:
             self.generating = False
             self._clear()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 from dataclasses import asdict
 from unittest import mock
 
@@ -12,6 +13,7 @@ from helpers import main_of, refused, tiny_drafter, tiny_target
 from tape import Interpreted
 
 from specdec import Engine, Sampling
+from specdec.engine import engine as engine_
 from specdec.engine import recorder as record
 from specdec.engine import report as reports_
 from specdec.engine import trace_files
@@ -76,12 +78,16 @@ def test_a_trace_is_what_happened(target, tree, sampling):
             context += len(r.emitted)
 
 
-def test_seconds_are_those_of_the_engine(target):
+def test_seconds_are_those_of_the_engine(target, monkeypatch):
     result, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["chain"]))
     longest = max((row.rounds for row in recorder.trace.rows), key=len)
     for part in ("draft", "verify", "commit", "host"):
         assert sum(r.seconds[part] for r in longest) == pytest.approx(result.parts[part], rel=1e-9)
     assert recorder.trace.rows[0].prefill_seconds == pytest.approx(result.parts["prefill"], rel=1e-9)
+    with monkeypatch.context() as patch:  # what follows a prefill is no time of the observer
+        patch.setattr(engine_, "settings_of", lambda *rows: time.sleep(0.1))
+        result, *_ = recorded(Engine(target), recorder=lambda report: None)
+    assert result.parts["output"] < 0.1 < result.prefill_seconds
     assert all("output" not in r.seconds for r in longest)
 
 

@@ -161,8 +161,9 @@ def _generate(
     drafter = as_drafter(drafter, target)
     parts: Any = target, drafter, as_tree(tree, drafter, **shape), verifier
     if isinstance(adaptive, str) and drafter is not None:
-        workload, asked = Workload(len(as_prompts(prompts)), together=True), given["sampling"]
-        how["temperature"] = max(s.temperature for s in (asked if isinstance(asked, list) else [asked or Sampling()]))
+        rows = len(as_prompts(prompts))
+        asked = per_row(given["sampling"], rows, "sampling")
+        workload, how["temperature"] = Workload(rows, together=True), max(s.temperature if s else 0.0 for s in asked)
         return answer(adaptive_engine(adaptive, workload, *parts, **how), prompts, **given)
     return answer(Engine(*parts, adaptive=adaptive, **how), prompts, **given)
 

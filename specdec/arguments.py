@@ -19,7 +19,7 @@ from specdec.model.loader import is_transformers, load_target
 from specdec.schema import check_value, nearest, shown, typed
 from specdec.structs import Sampling, Verifier
 from specdec.trees.base import WORDS
-from specdec.trees.spec import STEPS, make_tree, parse_tree
+from specdec.trees.spec import STEPS, checked, make_tree, parse_tree
 from specdec.verify import make_verifier
 
 if TYPE_CHECKING:
@@ -79,6 +79,8 @@ def _is_seed(value: Any) -> bool:
 def check_prompts(prompts: Any, order: str) -> None:
     """Raise TypeError for what cannot be prompts. order: how the function is called."""
     if isinstance(prompts, str) or (isinstance(prompts, abc.Sequence) and not isinstance(prompts, bytes)):
+        if not isinstance(prompts, str) and not prompts:
+            raise ValueError("no prompt was given")
         return
     if isinstance(prompts, np.ndarray) or hasattr(prompts, "tolist"):
         raise TypeError(f"prompts must be lists of token ids, got {shown(prompts)}: call its tolist()")
@@ -131,13 +133,13 @@ def as_tree(tree: Any, drafter: Drafter | None, **words: int | None) -> TreePoli
         raise ValueError(f"{next(iter(given))} is of the draft tree: give a drafter too")
     if tree is not None and not hasattr(tree, "grow"):
         raise TypeError(f"tree must be a text such as 4/5/16, three numbers or a tree, got {shown(tree)}")
-    return tree
+    return None if tree is None else checked(type(tree).__name__, tree)
 
 
 def as_verifier(verifier: Verifier | str) -> Verifier:
     """Return a verifier; a name of conf/verifier is made."""
-    if not isinstance(verifier, str) and not (callable(verifier) and hasattr(verifier, "lossless")):
-        raise TypeError(f"verifier must be a name such as match, or a verifier, got {shown(verifier)}")
+    if not isinstance(verifier, str) and not (callable(verifier) and hasattr(verifier, "couples")):
+        raise TypeError(f"verifier must be a name such as match, or a specdec.verify.Rule, got {shown(verifier)}")
     return make_verifier(verifier) if isinstance(verifier, str) else verifier
 
 

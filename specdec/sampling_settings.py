@@ -48,6 +48,8 @@ class Sampling:
             known = int if setting.type is int else int | float  # a quick look, before `check_value`
             if not isinstance(value := getattr(self, setting.name), known) or isinstance(value, bool):
                 check_value(setting, value, setting.name)
+                number = int(value) if setting.type is int else float(value)  # of NumPy's, which JSON does not take
+                object.__setattr__(self, setting.name, number)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be 0 (greedy) or a positive number, got {self.temperature}")
         if 0 < self.temperature < COLDEST:  # the same law: at both it is the most likely token, or one of equals

@@ -81,13 +81,13 @@ class SamplingBatch:
         """Put the settings of the rows into tensors on the device."""
 
         def column(values: list) -> Tensor:
-            return torch.tensor(values, device=device)
+            return torch.tensor(values, dtype=torch.float32, device=device)  # whatever torch's default is
 
-        self.greedy = column([s.greedy for s in rows])
-        self.temperature = column([float(s.temperature) or 1.0 for s in rows])
-        self.top_k = column([s.top_k for s in rows])
+        self.greedy = torch.tensor([s.greedy for s in rows], device=device)
+        self.temperature = column([s.temperature or 1.0 for s in rows])
+        self.top_k = torch.tensor([s.top_k for s in rows], device=device)
         self.tail = column([1.0 - s.top_p for s in rows])  # the mass that top-p may leave out
-        self.min_p = column([float(s.min_p) for s in rows])
+        self.min_p = column([s.min_p for s in rows])
         # What no row asks for is not computed.
         self.any_cut = any(s.top_k or s.top_p < 1 for s in rows)
         self.any_min_p = any(s.min_p for s in rows)

@@ -8,7 +8,7 @@ WordPiece (BERT).
 import json
 import re
 from functools import lru_cache
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # byte fallback of SentencePiece
 SPACE = "\u2581"  # a space in SentencePiece
@@ -35,8 +35,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer):
         """Read the vocabulary of a tokenizer."""
-        self._piece = tokenizer.convert_ids_to_tokens
-        self._decode = tokenizer.decode
+        self._tokenizer = proxy(tokenizer)  # as `_MADE` holds the vocabulary until the tokenizer is gone
         self.added = {token: added.content.encode() for token, added in tokenizer.added_tokens_decoder.items()}
         self.special = frozenset(tokenizer.all_special_ids)
         self.form = _form(tokenizer)
@@ -50,7 +49,11 @@ class Vocabulary:
 
     def is_byte(self, token: int) -> bool:
         """Return whether a token is a single byte of SentencePiece's byte fallback."""
-        return self.form == "pieces" and token not in self.added and bool(BYTE.fullmatch(self._piece(token) or ""))
+        return (
+            self.form == "pieces"
+            and token not in self.added
+            and bool(BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token) or ""))
+        )
 
     def text_of(self, token: int) -> str:
         """Return the text of a token; of a part of a character `bytes:` and its bytes, as OpenAI writes it."""
@@ -61,7 +64,7 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _read(self, token: int) -> bytes:
-        piece = self._piece(token)
+        piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:  # the target's vocabulary is padded
             return b""
         if self.form == "bytes" and all(char in _byte_of() for char in piece):
@@ -71,7 +74,7 @@ class Vocabulary:
             return bytes([int(byte[1], 16)]) if byte else piece.replace(SPACE, " ").encode()
         if self.form == "words":
             return (piece[2:] if piece.startswith("##") else f" {piece}").encode()
-        return self._decode([token]).encode()
+        return self._tokenizer.decode([token]).encode()
 
 
 def _form(tokenizer) -> str:

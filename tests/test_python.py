@@ -5,11 +5,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from helpers import refused
 
 import specdec
 from specdec import Sampling, make_tree
 from specdec.__main__ import main
+from specdec.trees import DynamicTree
 
 HI = "The quick brown fox"
 
@@ -40,6 +42,17 @@ WRONG = [
     (lambda t, d: specdec.Engine("demo/target"), "target must be a loaded target"),
     (lambda t, d: specdec.Engine(t, make_tree()), "drafter must be a loaded drafter"),
     (lambda t, d: specdec.Engine(t, d, "4/5/16"), "policy must be a tree"),
+    (lambda t, d: specdec.Engine(t, d, type(make_tree())), "policy is the class DynamicTree"),
+    (lambda t, d: specdec.Engine(t, d, make_tree(), print), "verifier must be a specdec.verify.Rule"),
+    (lambda t, d: specdec.Engine(t, d, make_tree(), adaptive="ema"), "adaptive must be a policy"),
+    # Arguments of an engine
+    (lambda t, d: specdec.Engine(t).generate([1, 2]), "a prompt must be a list of token ids here, got 1"),
+    (lambda t, d: specdec.Engine(t).generate(torch.tensor([[1, 2]])), "a list of token ids here, got tensor([1, 2])"),
+    (lambda t, d: specdec.Engine(t).generate([np.arange(3)]), "a list of token ids here, got array([0, 1, 2])"),
+    (lambda t, d: specdec.Engine(t).generate([[1]], eos=2), "eos must be a set of token ids here"),
+    (lambda t, d: specdec.Engine(t).generate([[1]], sampling={"top_k": 2}), "sampling must be a specdec.Sampling"),
+    (lambda t, d: specdec.Engine(t).generate([[1]], max_new_tokens=2.5), "max_new_tokens must be a whole number"),
+    (lambda t, d: specdec.Engine(t).generate([[1]], stop="x"), "stop must be a Stop"),
     # Prompts
     (lambda t, d: specdec.generate(t, None), "prompts must be a text"),
     (lambda t, d: specdec.generate(t, np.arange(3)), "call its tolist()"),
@@ -47,6 +60,9 @@ WRONG = [
     (lambda t, d: specdec.generate(t, [None]), "a prompt must be a text"),
     (lambda t, d: specdec.generate(t, [[1, 2.5]]), "token ids"),
     (lambda t, d: specdec.generate(t, []), "no prompt was given"),
+    (lambda t, d: specdec.generate(t, [], d, adaptive="ema"), "no prompt was given"),
+    (lambda t, d: specdec.generate(t, [HI], d, adaptive="ema", sampling=()), "sampling has 0 values"),
+    (lambda t, d: torch.autocast("cpu", torch.bfloat16)(specdec.generate)(t, HI), "autocast to bfloat16 is on"),
     (lambda t, d: specdec.generate(t, [[10**6]]), "vocabulary"),
     (lambda t, d: specdec.generate("demo/target", [{"role": "robot", "content": "x"}]), "role must be one of system"),
     (lambda t, d: specdec.generate("demo/target", [{"role": "human", "content": "x"}]), "did you mean 'user'?"),
@@ -143,6 +159,19 @@ def test_a_tree_by_its_numbers(pair):
     assert specdec.generate(target, HI, drafter, topk=1, max_new_tokens=4).steps == 5
     listed = how | {"max_new_tokens": [np.int64(8)], "seed": [(np.int64(3), 0)]}
     assert specdec.generate(target, [HI], **listed).rows[0].tokens == list(same.pop().rows[0].tokens)
+    both = specdec.generate(target, [HI] * 2, drafter, sampling=(Sampling(), Sampling(0.5)), adaptive="table:1=1")
+    assert [row.sampling.temperature for row in both.rows] == [0, 0.5]
+
+
+def test_a_wrong_tree_of_your_own_is_refused_as_an_object_too(pair):
+    class Flat(DynamicTree):
+        def grow(self, *given, **how):
+            tree = super().grow(*given, **how)
+            tree.depth = tree.depth * 0
+            return tree
+
+    with pytest.raises(ValueError, match="Flat: growing a tree failed: the depth of a node"):
+        specdec.generate(pair[0], HI, pair[1], tree=Flat(2, 2, 5), max_new_tokens=4)
 
 
 def test_an_engine_that_decodes_refuses_another_call(pair):

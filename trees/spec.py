@@ -128,10 +128,10 @@ def checked(text: str, tree: Tree) -> Tree:
             raise ValueError(f"{text}: the tree has no method {name}, see specdec.contracts.TreePolicy")
 
     def grow(drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
-        del vars(tree)["grow"]
         with own.blamed(text, "growing a tree"):
-            grown = tree.grow(drafter, root, state, children)
+            grown = type(tree).grow(tree, drafter, root, state, children)
             check_grown(tree, grown, root)
+        vars(tree).pop("grow", None)  # of a wrong tree the next one is checked too
         return grown
 
     vars(tree)["grow"] = grow

@@ -3,22 +3,38 @@
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from specdec.contracts import Drafter, TreePolicy
+from specdec.engine.adaptive import Policy
 from specdec.model.language_model import LanguageModel
 from specdec.schema import shown
 from specdec.structs import Verifier
 
 
-def check_parts(target: object, drafter: object, policy: object, verifier: object) -> None:
-    """Raise TypeError for a part of another kind, such as a name or a part in the place of another one."""
+def check_parts(target: object, drafter: object, policy: object, verifier: object, adaptive: object) -> None:
+    """Raise TypeError for a part of another kind, such as a name, a class, or a part in the place of another one."""
+    for name, part in {"policy": policy, "verifier": verifier, "adaptive": adaptive}.items():
+        if isinstance(part, type):
+            raise TypeError(f"{name} is the class {part.__name__}: give one of its objects")
     if target is None or isinstance(target, str | Path | Drafter):
         raise TypeError(f"target must be a loaded target, see specdec.load_target, got {shown(target)}")
     if not isinstance(drafter, Drafter | None):
         raise TypeError(f"drafter must be a loaded drafter, see specdec.load_drafter, got {shown(drafter)}")
     if policy is not None and not hasattr(policy, "grow"):
         raise TypeError(f"policy must be a tree, see specdec.make_tree, got {shown(policy)}")
-    if not callable(verifier) or not hasattr(verifier, "lossless"):
-        raise TypeError(f"verifier must be a verifier, see specdec.make_verifier, got {shown(verifier)}")
+    if not callable(verifier) or not hasattr(verifier, "couples"):
+        raise TypeError(f"verifier must be a specdec.verify.Rule, see specdec.make_verifier, got {shown(verifier)}")
+    if not isinstance(adaptive, Policy | None):
+        raise TypeError(f"adaptive must be a policy, whose names specdec.generate takes, got {shown(adaptive)}")
+
+
+def check_autocast(target: LanguageModel) -> None:
+    """Raise ValueError under an autocast to another dtype than the target's, in which its caches are."""
+    kind = target.device.type
+    if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != target.dtype:
+        names = (str(dtype).removeprefix("torch.") for dtype in (torch.get_autocast_dtype(kind), target.dtype))
+        raise ValueError("torch.autocast to {} is on, and the target decodes in {}: decode outside it".format(*names))
 
 
 def checked(target: LanguageModel, drafter: Drafter, policy: TreePolicy, verifier: Verifier) -> TreePolicy:

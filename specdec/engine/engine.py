@@ -2,7 +2,6 @@
 
 import time
 from collections import abc
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
-from specdec.engine.compatibility import check_parts
+from specdec.engine.compatibility import check_autocast, check_parts
 from specdec.engine.executor import Executor
 from specdec.engine.graphs import make_graphs, widths_up_to
 from specdec.engine.loop import Loop
@@ -65,11 +64,10 @@ class Engine:
         prefixes: int = 0,
     ):
         """Check that the parts fit together, and prepare rounds. Raises ValueError if the parts do not fit."""
-        check_parts(target, drafter, policy, verifier)
+        check_parts(target, drafter, policy, verifier, adaptive)
         self.round = Round(target, drafter, policy, verifier, children)
-        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.target, self.drafter, self.verifier, self.device = target, drafter, verifier, target.device
         self.policy: Any = self.round.policy  # a `TreePolicy`; None without a drafter
-        self.device = target.device
         self.adaptive, self.round.adapts = adaptive, adaptive is not None
         if adaptive is not None and drafter is None:
             raise ValueError("an adaptive policy chooses draft trees, and without a drafter there are none")
@@ -84,7 +82,6 @@ class Engine:
         self.loop: Any = None  # a `Loop`, while room is reserved
         self.room = 0  # tokens of a row, as reserved; caches may have more
         self.read_part = self.generating = False  # a part of a prompt was read since the last round; in `generate`
-        self.seed, self.added = 0, 0  # as reserved, and how many sequences were added since
 
     def __repr__(self) -> str:
         """Return the names of target, drafter and tree."""
@@ -107,7 +104,7 @@ class Engine:
         room = min(room, self.target.config.context)
         request = Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part)
         self._reserve(request, widths_up_to(rows) if self.compact else [rows], continuous=True)
-        self.seed, self.added = seed, 0
+        self.seed, self.added = seed, 0  # the second counts sequences
 
     def add(
         self,
@@ -216,7 +213,7 @@ class Engine:
         stop: abc.Sequence[Stop | None] | None = None,
         logprobs: bool = False,
         grammar: Grammar | abc.Sequence[Grammar | None] | None = None,
-        observer: Observer | Callable[[RoundReport], None] | None = None,
+        observer: Observer | abc.Callable[[RoundReport], None] | None = None,
     ) -> Result:
         """Continue each prompt until EOS, its stop, the grammar's end, `max_new_tokens` or the end of the context.
 
@@ -232,11 +229,11 @@ class Engine:
             observer: Called after every step.
         """
         start, config, eos = time.perf_counter(), self.target.config, self.target.eos if eos is None else eos
-        if not prompts:
+        if len(prompts) == 0:
             raise ValueError("no prompt was given")
         if self.generating:  # in another thread, or an observer calls
             raise ValueError("the engine is in the middle of a generate: use one engine for each thread")
-        seeds = [(seed, row) for row in range(len(prompts))] if isinstance(seed, int) else seed
+        seeds = seed if isinstance(seed, abc.Sequence) else [(seed, row) for row in range(len(prompts))]
         given: Any = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds, "stop": stop}
         columns = [per_row(value, len(prompts), name) for name, value in (given | {"grammar": grammar}).items()]
         how: dict[str, Any] = {"eos": eos, "logprobs": logprobs, "vocab": config.vocab, "context": config.context}
@@ -252,14 +249,15 @@ class Engine:
         self.generating = True
         try:
             self._reserve(request, [len(rows)])  # fewer rows would need captures of their own
-            self.waiting, clock, prefill_seconds = list(rows), self.loop.batch.clock, 0.0
+            self.waiting, clock, begun, mark, prefill_seconds = list(rows), self.loop.batch.clock, start, 0, 0.0
             while (report := self._step()) is not None:
-                if report.prefill:
-                    prefill_seconds = time.perf_counter() - start - clock.seconds().get("capture", 0.0)
+                if report.prefill:  # with a prefix cache several, and rounds between them
+                    clock.mark("prefill")
+                    prefill_seconds += time.perf_counter() - begun - clock.seconds(mark).get("capture", 0.0)
                 if observer is not None:
                     observer(report)
                     clock.mark("output")
-                report.logits = None  # too much for an observer to hold through the next round
+                report.logits, begun, mark = None, time.perf_counter(), clock.position - 1  # logits fill memory
         finally:
             self.generating = False
             self._clear()
@@ -267,17 +265,16 @@ class Engine:
 
     def _reserve(self, request: Request, widths: list[int], continuous: bool = False) -> None:
         """widths: numbers of rows that rounds are captured for, if they are. continuous: sequences join and leave."""
+        check_autocast(self.target)
         self._clear()  # before memory is taken
-        if self.prefixes is not None:
-            request = replace(request, prefixes=self.prefixes.budget)
         levels = 1 if self.adaptive is None else 1 + self.policy.steps
-        request = replace(request, captures=len(widths) * levels)
-        rows, room = request.batch, request.room
-        self.room, clock = room, Clock(self.device)
+        prefixes = 0 if self.prefixes is None else max(self.prefixes.budget - self.prefixes.bytes, 1)
+        request = replace(request, prefixes=prefixes, captures=len(widths) * levels)
+        self.room, room, clock = request.room, request.room, Clock(self.device)
         if self.graphs is None:
             self._check_memory(request)
             how: dict[str, Any] = {name: getattr(self, name) for name in ("overlap", "compact", "abstain", "adaptive")}
-            batch = Batch(self.round, rows, room, clock, **how)
+            batch = Batch(self.round, request.batch, room, clock, **how)
         else:
             room = self.graphs.room_for(widths, room)
             self._check_memory(replace(request, room=room), allocated=self.graphs.batch is not None)
@@ -296,5 +293,7 @@ class Engine:
     def _check_memory(self, request: Request, allocated: bool = False) -> None:
         """Raise ValueError for a request that a GPU cannot hold, before anything is allocated."""
         if is_limited(self.device):
+            if self.drafter is not None and not allocated:
+                self.drafter.reset(1, 1)  # it holds the cache of the last call
             wanted = plan(self.round, request, self.graphs is not None)
             check(wanted, free_bytes(self.device, wanted.needed_again if allocated else wanted.needed), allocated)

@@ -51,6 +51,15 @@ class Prefixes:
         self.budget, self.bytes, self.least = budget, 0, LEAST
         self.by_start: dict[tuple[int, ...], list[Prefix]] = {}  # by their first tokens, the least that are shared
         self.used: dict[Prefix, None] = {}  # the one that was used last comes last
+        self.versions: list[tuple[int, int]] = []  # of the weights that they were computed with
+
+    def match(self, target: LanguageModel) -> None:
+        """Drop all prefixes if the target's weights have changed since the last call."""
+        versions = [(id(x), 0 if x.is_inference() else x._version) for x in target.parameters()]
+        if versions != self.versions:
+            self.versions = versions
+            for prefix in list(self.used):
+                self._drop(prefix)
 
     def find(self, prompt: abc.Sequence[int]) -> tuple[Prefix, int] | None:
         """Return the prefix that shares the most tokens with a prompt, and how many; None for fewer than `least`."""
@@ -109,6 +118,8 @@ class Reading:
         """cache: that of the rows. most: tokens of a part. prefixes: the prefix cache."""
         self.target, self.cache, self.taps, self.most = target, cache.scratch(), taps, most
         self.prefixes = prefixes
+        if prefixes is not None:
+            prefixes.match(target)
         self.drop()
 
     def drop(self) -> None:

@@ -75,6 +75,12 @@ class TracedRow:
     seed: Seed = (0, 0)  # of all that was drawn for it
     rounds: list[TracedRound] = field(default_factory=list)
 
+    def add(self, made: TracedRound) -> None:
+        """Append a round, and forget what was computed of the rounds before it."""
+        self.rounds.append(made)
+        for name in ("trace", "drafting", "drafted", "chains"):
+            vars(self).pop(name, None)
+
     @property
     def tokens(self) -> list[int]:
         """All emitted tokens: the first one, from the prefill, and those of the rounds."""
@@ -119,12 +125,19 @@ class Recorder(Observer):
     def __init__(self, settings: dict | None = None):
         """Begin an empty trace. settings: describe the run, in JSON values; raises TypeError for others."""
         settings = json.loads(json.dumps(settings or {}))  # what JSON does not have fails now, and not after the run
-        self.trace = Trace(settings, versions(), [])
+        self._trace = Trace(settings, versions(), [])
         self._names: list[tuple[str, str | None]] | None = None
         self._rows: dict[Sequence, TracedRow] = {}  # of the sequences that have not ended
         self._clock: Clock | SilentClock | None = None  # of the call
         self._mark = 0  # where on the clock the next round begins
         self._reading = 0.0  # seconds of the parts of a prompt whose row has not joined yet
+
+    @property
+    def trace(self) -> Trace:
+        """The trace so far."""
+        for row, ours in self._rows.items():  # one that was aborted since the last report
+            ours.finish = row.finish
+        return self._trace
 
     def name(self, questions: abc.Sequence[str], categories: abc.Sequence[str | None] | None = None) -> None:
         """Name the rows of the next call. Without names they are numbered."""
@@ -135,11 +148,10 @@ class Recorder(Observer):
         if report.clock is not self._clock:
             self._clock, self._mark, self._reading = report.clock, 0, 0.0
         (self._begin if report.prefill else self._add)(report)
-        for row in report.rows:
-            if row in self._rows:
-                self._rows[row].finish = row.finish
-                if row.finish is not None:
-                    del self._rows[row]
+        for row, ours in list(self._rows.items()):
+            ours.finish = row.finish
+            if row.finish is not None:
+                del self._rows[row]
         self._mark = report.clock.position  # the mark that ends the observers' time is yet to come
 
     def _begin(self, report: RoundReport) -> None:
@@ -174,7 +186,7 @@ class Recorder(Observer):
         for row, emitted, path, tree, deep in zip(report.rows, report.emitted, paths, trees, levels, strict=True):
             if emitted:  # else the row had ended before
                 ours, context = self._rows[row], len(row.prompt) + len(row.tokens) - len(emitted)
-                ours.rounds.append(TracedRound(context, path, list(emitted), seconds, tree, experts))
+                ours.add(TracedRound(context, path, list(emitted), seconds, tree, experts))
                 ours.steps = max(ours.steps, deep)
 
 

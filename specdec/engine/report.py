@@ -206,12 +206,12 @@ class Result:
 
     rows: list[Sequence]
     seconds: float  # all of it
-    prefill_seconds: float  # until the first token
+    prefill_seconds: float  # of preparing, and of the steps that read prompts and emitted the first tokens
     parts: dict[str, float]  # seconds in prefill, draft, verify, commit (or round, if replayed), host, output
 
     @property
     def decode_seconds(self) -> float:
-        """Seconds from the first token to the last, except for the observer, capturing and compiling."""
+        """Seconds of the rounds, except for the observer, capturing and compiling."""
         return self.seconds - self.prefill_seconds - sum(self.parts.get(part, 0.0) for part in ("output", "capture"))
 
     def __repr__(self) -> str:

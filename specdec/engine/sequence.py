@@ -10,6 +10,7 @@ from torch import Tensor
 from specdec.engine.traces import RowTrace
 from specdec.sampling.json_grammar import Grammar, TextMatcher, masked
 from specdec.sampling.noise import Seed
+from specdec.schema import shown
 from specdec.structs import DraftTree, Sampling
 
 MOST_LIKELY = 20  # as OpenAI's interface has it
@@ -139,6 +140,14 @@ def make_sequence(
     top_logprobs: int = 0,
 ) -> Sequence:
     """Make a sequence. Raises ValueError for what a target of this vocabulary and context does not support."""
+    for name, value, right, wanted in (
+        ("max_new_tokens", max_new_tokens, isinstance(max_new_tokens, Integral), "a whole number"),
+        ("sampling", sampling, isinstance(sampling, Sampling | None), "a specdec.Sampling"),
+        ("stop", stop, stop is None or hasattr(stop, "add"), "a Stop, such as specdec.text.StopStrings"),
+        ("eos", eos, isinstance(eos, abc.Collection), "a set of token ids"),
+    ):
+        if not right:
+            raise ValueError(f"{name} must be {wanted} here, got {shown(value)}")
     if not 0 <= top_logprobs <= MOST_LIKELY:
         raise ValueError(f"top_logprobs must be from 0 to {MOST_LIKELY}, got {top_logprobs}")
     if max_new_tokens < 1:
@@ -150,11 +159,11 @@ def make_sequence(
         raise ValueError("a text that obeys a grammar ends by the target's own eos tokens: give no others")
     room = context - len(prompt)
     return Sequence(
-        prompt,
+        list(map(int, prompt)),  # a copy: the caller's list may grow
         min(max_new_tokens, room),
         "length" if max_new_tokens <= room else "context",
         sampling or Sampling(),
-        (seed, 0) if isinstance(seed, int) else (seed[0], seed[1]),
+        (int(seed[0]), int(seed[1])) if isinstance(seed, abc.Sequence) else (int(seed), 0),
         stop,
         eos,
         steps,
@@ -166,6 +175,8 @@ def make_sequence(
 
 def check_prompt(prompt: list[int], vocab: int, context: int) -> None:
     """Raise ValueError for a prompt that does not fit a target of `vocab` tokens and a context of `context`."""
+    if isinstance(prompt, str) or not isinstance(prompt, abc.Sequence):
+        raise ValueError(f"a prompt must be a list of token ids here, got {shown(prompt)}")
     if not prompt:
         raise ValueError("the prompt is empty; give at least one token")
     if wrong := [token for token in prompt if type(token) is not int and not isinstance(token, Integral)]:

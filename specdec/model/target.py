@@ -112,7 +112,7 @@ class Target(LanguageModel):
     def _bind_embed(self) -> Callable[[Tensor], Tensor]:
         if self.config.embed_scale is None:
             return self.embed
-        scale = torch.tensor(self.config.embed_scale).to(self.device, self.dtype)  # rounded as transformers does
+        scale = torch.tensor(self.config.embed_scale, dtype=torch.float32).to(self.device, self.dtype)
         return lambda tokens: self.embed(tokens) * scale
 
     def _capped(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

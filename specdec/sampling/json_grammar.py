@@ -57,10 +57,10 @@ KNOWN = ANNOTATIONS | ONE | LISTS | NAMED | OTHERS  # of these llguidance refuse
 
 
 def grammars_of(target: LanguageModel) -> "Grammars":
-    """Return the `Grammars` of a target, made once; ValueError as for `Grammars`."""
-    if target not in _MADE:
-        _MADE[target] = Grammars(target.tokenizer, target.config.vocab, target.eos)
-    return _MADE[target]
+    """Return the `Grammars` of a target, made once for its `eos`; ValueError as for `Grammars`."""
+    if (made := _MADE.get(target)) is None or made.ends != target.eos:
+        made = _MADE[target] = Grammars(target.tokenizer, target.config.vocab, target.eos)
+    return made
 
 
 class Grammars:

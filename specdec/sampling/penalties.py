@@ -25,7 +25,8 @@ class Penalties:
         """Count the tokens of sequences, which have a `sampling`, a `prompt`, and the `tokens` written so far."""
 
         def column(name: str) -> Tensor:
-            return torch.tensor([float(getattr(row.sampling, name)) for row in rows], device=device)[:, None, None]
+            values = [getattr(row.sampling, name) for row in rows]
+            return torch.tensor(values, dtype=torch.float32, device=device)[:, None, None]
 
         names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
         self.repetition, self.presence, self.frequency = map(column, names)

@@ -38,14 +38,17 @@ FILTERED = Sampling(0.8, top_k=6, top_p=0.9, min_p=0.05)
 SETTINGS = [Sampling(), FILTERED, Sampling(1.0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.inference_mode()
-def test_one_table_of_settings_filters_as_each_setting_does():
+def test_one_table_of_settings_filters_as_each_setting_does(dtype, request):
+    torch.set_default_dtype(dtype)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
     g = torch.Generator().manual_seed(0)
     settings = [*SETTINGS, Sampling(0.5, top_k=3), Sampling(1.5, top_p=0.3), Sampling(0.9, min_p=0.3), Sampling(1.0)]
     settings.append(Sampling(1.0, top_k=500))  # more than there are
     rows = Noise([(0, row) for row in range(len(settings))], hashes_of(torch.arange(29)))
     for shape in ((1, 29), (4, 29)):
-        logits = torch.randn(len(settings), *shape, generator=g) * 3
+        logits = torch.randn(len(settings), *shape, generator=g, dtype=torch.float32) * 3
         batched = filtered_probs(logits, SamplingBatch(settings, CPU))
         alone = torch.stack([filtered_probs(x, s) for x, s in zip(logits, settings, strict=True)])
         assert torch.equal(batched > 0, alone > 0)

@@ -10,7 +10,7 @@ pytest.importorskip("llguidance")
 from policies import Restless
 from tape import Tape
 
-from specdec import DEMO_TARGET, Engine, Sampling, load_drafter, load_target, make_verifier
+from specdec import DEMO_TARGET, Engine, Sampling, generate, load_drafter, load_target, make_verifier
 from specdec.sampling.json_grammar import Grammars
 from specdec.text import encode_prompt
 from specdec.trees import Chain, DynamicTree, SampledTree
@@ -148,6 +148,9 @@ def test_what_a_grammar_needs(pair, grammars, monkeypatch):
         Grammars(target.tokenizer, target.config.vocab, frozenset())
     with pytest.raises(ValueError, match="give no others"):
         Engine(target).generate([[1, 2]], eos=frozenset(), grammar=grammars.json(), max_new_tokens=2)
+    for ends in (target.eos, target.eos | {3}):
+        monkeypatch.setattr(target, "eos", ends)
+        assert generate(target, "Hello!", json_schema={"const": 7}, max_new_tokens=9).rows[0].eos == ends
     monkeypatch.setattr("specdec.sampling.json_grammar.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="is not installed: pip install"):
         Grammars(target.tokenizer, target.config.vocab, target.eos)

@@ -125,9 +125,15 @@ def test_a_trace_of_rows_that_join():
     target, recorder = tiny_target(), Recorder()
     engine = Engine(target, tiny_drafter(target, draft_vocab=8), TREE)
     engine.reserve(2, 40)
-    rows = [engine.add(**job(i, (Sampling(),))) for i in range(6)]
+    rows = [engine.add(**job(i, (Sampling(),), eos=frozenset())) for i in range(6)]
     while (report := engine.step()) is not None:
         recorder(report)
+        assert [row.trace for row in recorder.trace.rows] == [row.trace for row in rows if row.tokens]
+        if len(rows[1].tokens) == 4:  # when row 0 is aborted, its place is taken before the next report
+            engine.abort(rows[0])
+        if len(rows[5].tokens) > 1:  # no report follows
+            engine.abort(rows[5])
+    assert rows[0].finish == rows[5].finish == "abort"
     seen, made = ([(r.prompt, r.tokens, r.finish, r.trace) for r in some] for some in (recorder.trace.rows, rows))
     assert seen == made
 
@@ -301,6 +307,17 @@ def test_who_shares_little_is_read_with_others(more, together):
     shared = len(START)
     assert [row.cached for row in rows[1:]] == ([0, 0, shared] if together else [shared] * 3)
     assert_as_alone(target, rows)
+
+
+def test_prompts_are_read_anew_after_the_weights_have_changed():
+    engine = Engine(tiny_target(), prefixes=PLENTY)
+    for cached in (0, LEAST + 7, 0):
+        if not cached:
+            with torch.no_grad():
+                engine.target.blocks[0].attention.qkv.weight.mul_(1.5)
+        (row,) = engine.generate([START], max_new_tokens=12).rows
+        assert row.cached == cached
+        assert_as_alone(engine.target, [row])
 
 
 def test_a_target_with_recurrent_layers_keeps_nothing(tmp_path):

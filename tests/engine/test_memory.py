@@ -202,15 +202,25 @@ def test_what_fits_and_what_does_not():
 @pytest.mark.parametrize("graphs", [None, Tape()])
 def test_refused_before_anything_is_allocated(monkeypatch, graphs):
     target = tiny_target()
-    engine = Engine(target, tiny_drafter(target), DynamicTree(3, 3, 9), graphs=graphs)
+    engine = Engine(target, tiny_drafter(target), DynamicTree(3, 3, 9), graphs=graphs, prefixes=10**5)
     monkeypatch.setattr(engines, "is_limited", lambda device: True)
     monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: 10**6)
     with monkeypatch.context() as patch:
         patch.setattr(target, "new_cache", lambda *sizes: pytest.fail("a cache was allocated"))
         with pytest.raises(ValueError, match=r"this request does not fit: it needs 0\.\d\d"):
             engine.generate([[1, 2, 3]] * 40, max_new_tokens=200)
-    asked = []
-    monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: asked.append(wanted) or 10**9)
+    asked, held = [], []
+
+    def free(device, wanted):
+        asked.append(wanted)
+        held.append(engine.drafter.cache.all_lens.numel())
+        return 10**9
+
+    monkeypatch.setattr(engines, "free_bytes", free)
     for _ in range(2):
-        assert len(engine.generate([[1, 2, 3]], max_new_tokens=5).rows[0].tokens) == 5
-    assert (asked[1] < asked[0]) == (graphs is not None), "graphs keep the caches for the second call"
+        assert len(engine.generate([[1] * 40] * 3, max_new_tokens=5).rows[0].tokens) == 5
+    if graphs is not None:
+        assert asked[1] < asked[0], "graphs keep the caches for the second call"
+    else:
+        assert asked[0] - asked[1] == engine.prefixes.bytes > 0, "stored prefixes need no more memory"
+        assert held == [1, 1], "the drafter holds the cache of the first call"

@@ -2,15 +2,18 @@
 
 import json
 import math
+import time
 from dataclasses import asdict
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from helpers import main_of, refused, tiny_drafter, tiny_target
 from tape import Interpreted
 
 from specdec import Engine, Sampling
+from specdec.engine import engine as engine_
 from specdec.engine import recorder as record
 from specdec.engine import report as reports_
 from specdec.engine import trace_files
@@ -75,12 +78,16 @@ def test_a_trace_is_what_happened(target, tree, sampling):
             context += len(r.emitted)
 
 
-def test_seconds_are_those_of_the_engine(target):
+def test_seconds_are_those_of_the_engine(target, monkeypatch):
     result, recorder, _ = recorded(Engine(target, tiny_drafter(target), TREES["chain"]))
     longest = max((row.rounds for row in recorder.trace.rows), key=len)
     for part in ("draft", "verify", "commit", "host"):
         assert sum(r.seconds[part] for r in longest) == pytest.approx(result.parts[part], rel=1e-9)
     assert recorder.trace.rows[0].prefill_seconds == pytest.approx(result.parts["prefill"], rel=1e-9)
+    with monkeypatch.context() as patch:  # what follows a prefill is no time of the observer
+        patch.setattr(engine_, "settings_of", lambda *rows: time.sleep(0.1))
+        result, *_ = recorded(Engine(target), recorder=lambda report: None)
+    assert result.parts["output"] < 0.1 < result.prefill_seconds
     assert all("output" not in r.seconds for r in longest)
 
 
@@ -96,6 +103,29 @@ def test_a_prefill_is_all_parts_of_its_prompt_and_no_capture(graphs, unpacked):
         assert row.prefill_seconds == pytest.approx(spent["prefill"], rel=1e-9)
         for part in {*spent} - {"prefill", "capture", "output"}:  # the callers' time is in none
             assert sum(r.seconds.get(part, 0.0) for r in row.rounds) == pytest.approx(spent[part], rel=1e-9)
+
+
+def test_rounds_between_the_prefills_of_a_call_are_decoding(target):
+    """With a prefix cache prompts that begin alike join one after the other."""
+    engine = Engine(target, tiny_drafter(target), TREES["chain"], prefixes=1 << 24)
+    prompts = [[3, 5, 7, 9] * 9 + [n] for n in range(9)]
+    engine.generate(prompts, **HOW)
+    joined: list[bool] = []
+    result = engine.generate(prompts, **HOW | {"max_new_tokens": 6}, observer=lambda r: joined.append(r.prefill))
+    assert sum(joined) == len(prompts)
+    assert joined[:4] == [True, False, True, False]
+    assert result.decode_seconds > 0.9 * sum(result.parts[part] for part in ("draft", "verify", "commit", "host"))
+
+
+def test_numbers_of_numpy_and_lists_that_grow(target, tmp_path):
+    recorder, sampling = Recorder(), Sampling(np.float32(0.75), top_k=np.int64(9))
+    prompt = list(np.array(PROMPTS[0]))
+    made = Engine(target).generate([prompt], sampling=sampling, observer=recorder, **HOW | {"seed": np.int64(7)})
+    prompt.append(2)
+    write_trace(recorder.trace, tmp_path / "trace")
+    row = read_trace(tmp_path / "trace").rows[0]
+    assert (row.prompt, row.tokens, tuple(row.seed)) == (PROMPTS[0], made.rows[0].tokens, (7, 0))
+    assert row.sampling == Sampling(0.75, top_k=9)
 
 
 def test_a_clock_that_sums_old_marks(monkeypatch):

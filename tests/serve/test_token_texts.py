@@ -1,6 +1,8 @@
 """Texts by tokens: pieces join to the decoding of the whole, and a token's bytes come from the vocabulary."""
 
+import gc
 import random
+import weakref
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -75,6 +77,15 @@ def test_a_row_ends_at_the_token_that_completes_a_stop_string(tokenizer):
         rule = StopStrings(tokenizer, [stop])
         ends = next(n for n, token in enumerate(ids, 1) if rule.add(token))
         assert ends == next(n for n, text in enumerate(texts) if stop in text)
+
+
+def test_a_tokenizer_can_go():
+    tokenizer = pieces_tokenizer("never")
+    TextStream(tokenizer).feed([5])
+    there = weakref.ref(tokenizer)
+    del tokenizer
+    gc.collect()
+    assert there() is None
 
 
 def test_the_bytes_of_tokens_join_to_the_text(tokenizer):

@@ -136,7 +136,8 @@ class ParallelObjective(Objective):
             each = each * F.pad(weights[:, 1:], (0, 1), value=1.0)[rows.row, rows.column]
         judge = _Rows(self, drafter, teacher_logits, drafter.vocab.from_target(following), rows, each)
         loss = head_loss(judge, [readout], [blocks.head.weights])
-        return loss, {"losses": judge.losses, "accuracy": judge.accuracy, "counted": judge.divisor}
+        counts = {"counted": judge.divisor, "counts": torch.stack([judge.counted] * 2)}
+        return loss, {"losses": judge.losses, "accuracy": judge.accuracy} | counts
 
     def learnt(
         self, drafter: ParallelDrafter, teacher_logits: TeacherLogits, loss_mask: Tensor, documents: Tensor

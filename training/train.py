@@ -112,7 +112,7 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
     if not config.whole_target:
         target.sizes = cache.sizes() if cache is not None else {}
-    learnt, heldout = hold_out(samples, config.data.heldout)
+    learnt, heldout = hold_out(samples[: config.data.limit], config.data.heldout)
     drafter = build_drafter(config.drafter, target, learnt, trainer_config.seed)
     if cache is not None:
         cache.check(target, drafter.taps, drafter.vocab, samples)

@@ -195,12 +195,16 @@ def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def teacher_logprobs(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
     """[B,T] log-probability of the `following` token [B,T] after each column that `before` looks at, elsewhere 0."""
-    if isinstance(teacher_logits, TopTokens):
-        raise ValueError("objective.weights=teacher needs all of the target's logits: make a cache with keep=null")
     known = torch.zeros(following.shape, device=following.device)
     for row, column, inside in before(rows):
         known[row[inside], column[inside]] = 1.0
     row, column = known.nonzero(as_tuple=True)
+    cached = getattr(teacher_logits, "hidden", None)  # 0 where a cache has no state
+    if isinstance(teacher_logits, TopTokens) or (cached is not None and not cached[row, column].any(-1).all()):
+        raise ValueError(
+            "objective.weights=teacher reads the target's logits at all tokens of a chain, and data.cache lacks some: "
+            "make a cache with keep=all and the last hidden state among drafter.taps, or leave data.cache out"
+        )
     for piece in pieces(len(row), teacher_logits.shape[-1]):
         here = row[piece], column[piece]
         logp = teacher_logits[here].float().log_softmax(-1)

@@ -222,8 +222,10 @@ def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(where, t
     shutil.copytree(tmp_path / "cached", tmp_path / "cut")
     (tmp_path / "cut" / "checkpoints" / "step-00000004.pt").unlink()
     train.run(composed("train", *stored, f"out={tmp_path / 'cut'}", "resume=true"))
-    runs = "online", "cached", "cut"
-    online, cached, cut = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in runs)
+    train.run(composed("train", *stored, f"out={tmp_path / 'ends'}", "whole_target=false"))
+    runs = "online", "cached", "cut", "ends"
+    online, cached, cut, ends = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in runs)
+    torch.testing.assert_close(ends, cached, rtol=0, atol=0)
     torch.testing.assert_close(cached, online, rtol=0, atol=1e-4)
     torch.testing.assert_close(cached, cut, rtol=0, atol=0)
     for a, b in zip(logged(tmp_path / "online"), logged(tmp_path / "cached"), strict=True):

@@ -100,18 +100,22 @@ def test_a_drafter_learns_in_fp32_whatever_the_targets_dtype_is(tmp_path, kind):
         ("eagle3", Eagle3Objective(steps=3, mean="all")),
         ("dspark", BlockObjective()),
         ("dflash2", BlockObjective(weights="uniform")),
+        ("dflash", BlockObjective(where="whole", counts="previous", weights="d_pace", denominator="texts")),
         ("peagle", ParallelObjective(kept=1.0, kept_min=1.0, pool="all")),
     ],
 )
 def test_metrics_are_means_over_positions_however_they_are_batched(tmp_path, kind, objective):
-    """Short texts fill batches of their own, without positions for the last slots, and with little padding."""
+    """Short texts fill batches of their own, without positions for the last slots, and with little padding. No block
+    reaches into the padding, and a packed row counts as so many texts."""
     run, found = trainer(tmp_path, drafter=DRAFTERS[kind], objective=objective, eval_batches=99), []
-    for tokens in (20, 4000):
-        run.heldout = Batches([*samples(12), *(Sample(s.ids[:4], s.mask[:4]) for s in samples(9))], tokens, 0)
+    texts = [*samples(12), *(Sample(s.ids[:4], s.mask[:4]) for s in samples(9))]
+    for tokens, pack in ((20, None), (4000, None), (90, 30)):
+        run.heldout = Batches(texts, tokens, 0, pack, lookahead=4)
         run._evaluate()
-        found.append({k: v for k, v in read_log(run.log.path)[-1].items() if isinstance(v, list)})
-    names = ["accuracy"] if objective.mean == "all" else list(found[0])
-    assert [found[0][name] for name in names] == [pytest.approx(found[1][name], abs=2e-5) for name in names]
+        found.append(read_log(run.log.path)[-1])
+    names = [name for name, value in found[0].items() if isinstance(value, list)] + ["loss"] * (kind == "dflash")
+    for name in ["accuracy"] if objective.mean == "all" else names:
+        assert [row[name] for row in found[:2]] == [pytest.approx(found[2][name], rel=1e-5, abs=2e-5)] * 2, name
 
 
 def test_two_batches_of_a_step_are_one_of_twice_the_size(tmp_path):

@@ -95,7 +95,8 @@ class BlockObjective(Objective):
         chosen = self.slots(drafter, loss_mask, weights)
         following = F.pad(tokens[:, 1:], (0, 1))
         blocks = drafter.blocks(self.noisy(feats), following, (chosen.anchors - 1).clamp(min=0), chosen.visible)
-        judge = _Slots(self, drafter, teacher_logits, drafter.vocab.from_target(following), chosen, len(tokens))
+        texts = texts_of(documents_of(drafter, tokens), loss_mask)
+        judge = _Slots(self, drafter, teacher_logits, drafter.vocab.from_target(following), chosen, texts)
         rows, base = blocks.readout[chosen.chosen], [drafter.head.weights] * drafter.block
         slots, reads = rows.split_with_sizes([drafter.shape.hidden, rows.shape[2] - drafter.shape.hidden], 2)
         if judge.candidates is not None:  # the selector's own loss is asked for below
@@ -107,7 +108,7 @@ class BlockObjective(Objective):
         loss = head_loss(judge, readouts, heads)
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
         counts = [judge.counted] * 2
-        for name, lost, by_slot, count in self._heads(drafter, blocks, slots, reads, judge, len(tokens)):
+        for name, lost, by_slot, count in self._heads(drafter, blocks, slots, reads, judge, texts):
             loss = loss + lost
             metrics[name] = by_slot
             counts.append(count)
@@ -158,6 +159,12 @@ class BlockObjective(Objective):
         if self.denominator == "texts":
             return mask.new_tensor(texts)
         return (mask if self.denominator == "slots" else weights).sum()
+
+
+def texts_of(documents: Tensor, loss_mask: Tensor) -> int:
+    """Return the number of texts with training tokens, of which a packed row has several. documents [B,T]."""
+    rows = torch.arange(len(documents), device=documents.device)[:, None] * documents.shape[1]
+    return len((documents + rows)[loss_mask > 0].unique())
 
 
 def pace(losses: Tensor, mask: Tensor, alpha: float) -> Tensor:

@@ -134,7 +134,9 @@ class ParallelObjective(Objective):
             each = believed(rows, teacher_logprobs(rows, teacher_logits, following))
         if weights is not None:
             each = each * F.pad(weights[:, 1:], (0, 1), value=1.0)[rows.row, rows.column]
-        judge = _Rows(self, drafter, teacher_logits, drafter.vocab.from_target(following), rows, each)
+        ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
+        labels = drafter.vocab.from_target(following).masked_fill(ends, -1)
+        judge = _Rows(self, drafter, teacher_logits, labels, rows, each)
         loss = head_loss(judge, [readout], [blocks.head.weights])
         counts = {"counted": judge.divisor, "counts": torch.stack([judge.counted] * 2)}
         return loss, {"losses": judge.losses, "accuracy": judge.accuracy} | counts

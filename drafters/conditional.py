@@ -140,7 +140,7 @@ class Domino(ConditionalHead):
 
     @override
     def read(self, tokens: Tensor, carried: Tensor) -> Tensor:
-        new, old = self.token(F.embedding(tokens, self.embedding)), self.past(carried)
+        new, old = self.token(F.embedding(tokens, self.embedding).to(carried)), self.past(carried)
         (reset, update, new), (old_reset, old_update, old) = new.chunk(3, -1), old.chunk(3, -1)
         update = (update + old_update).sigmoid()
         return update * carried + (1 - update) * (new + (reset + old_reset).sigmoid() * old).tanh()

@@ -91,7 +91,7 @@ class BlockDrafter(CachedDrafter):
 
     def fuse(self, feats: Tensor) -> Tensor:
         """Features of the target [B,n,F] -> what every layer takes for the context [B,n,H]."""
-        return self.hidden_norm(self.fc(feats.to(self.embedding.dtype)))  # the drafter's dtype may be narrower
+        return self.hidden_norm(self.fc(feats.to(self.fc.weight.dtype)))  # the drafter's dtype may be narrower
 
     # Decoding
 

@@ -137,7 +137,7 @@ class SumHead:
     def parts(self, x: Tensor) -> list[Tensor]:
         """[...,H1+H2+...] -> what is added, [...,U] each."""
         parts = x.split([head.weight.shape[1] for head in self.heads], -1)
-        return [F.linear(part, head.weight) for head, part in zip(self.heads, parts, strict=True)]
+        return [F.linear(part.to(head.weight), head.weight) for head, part in zip(self.heads, parts, strict=True)]
 
 
 def mask_row(token: int | None, embedding: Tensor) -> int:

@@ -154,7 +154,7 @@ class RecurrentDrafter(CachedDrafter):
         """
         b, t = tokens.shape
         unfreeze(self)
-        self.rope.reserve(t + steps, self.embedding)
+        self.rope.reserve(t + steps, feats)  # in training in fp32, whatever the target's embedding is
         documents = self.documents if self.documents is not None else tokens.new_zeros(b, t)
         some = None if needed is None or steps == 1 else Rows(needed)
         rows, seen = document_positions(documents), document_mask(documents)
@@ -164,12 +164,13 @@ class RecurrentDrafter(CachedDrafter):
         for j in range(steps):
             index = min(j, self.depth - 1)
             if 0 < index == j:  # the first call of this layer: what it sees of the committed positions
-                layer(self.embed(tokens, rows), context, self.rope(rows), attention[j], j)
+                layer(self.embed(tokens, rows).to(feats), context, self.rope(rows), attention[j], j)
             ahead, positions = F.pad(tokens[:, j:], (0, min(j, t))), rows + j
             if j and some:
                 ahead, positions = some.of(ahead), some.of(positions)
                 hidden = some.of(hidden) if j == 1 else hidden
-            hidden = layer(self.embed(ahead, positions), hidden, self.rope(positions), attention[index], index)
+            embeds = self.embed(ahead, positions).to(feats)
+            hidden = layer(embeds, hidden, self.rope(positions), attention[index], index)
             readout = self.readout(hidden, index)
             whole = (some.spread(hidden), some.spread(readout)) if j and some else (hidden, readout)
             yield DraftState(*whole, self.head)

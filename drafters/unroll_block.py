@@ -113,7 +113,7 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     """Return the backbone's hidden states [B,A,W,H] of the drafting slots. For the arguments see `blocks_behind`."""
     documents = torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
     positions = document_positions(documents)
-    drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.embedding)
+    drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.fc.weight)
     rope, fused = drafter.rope(positions), drafter.fuse(feats)
     keys = [layer.attention.context(fused, rope) for layer in drafter.layers]
     piece = partial(_block_piece, drafter, BlockContext(keys, documents, positions), tokens)
@@ -130,7 +130,8 @@ def _block_piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor
     texts = tokens.gather(1, (anchors[..., None] + rows).clamp(max=tokens.shape[1] - 1).flatten(1))
     ids = torch.where(rows < visible[..., None], texts.view(*anchors.shape, -1), how.mask_token)
     places = context.positions.gather(1, anchors)[..., None] + torch.arange(1, 1 + how.rows, device=anchors.device)
-    hidden, rope = F.embedding(ids.flatten(1), drafter.embedding), drafter.rope(places.flatten(1))
+    hidden = F.embedding(ids.flatten(1), drafter.embedding).to(drafter.fc.weight)  # the target's may be narrower
+    rope = drafter.rope(places.flatten(1))
     seen = {sliding: context.seen(anchors, how, sliding) for sliding in set(drafter.sliding)}
     own = {sliding: how.seen(sliding).to(anchors.device) for sliding in seen}
     for layer, text_keys, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):

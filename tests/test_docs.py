@@ -175,7 +175,8 @@ def understand(words: list[str]) -> None:
         with initialize_config_dir(str(registry.CONF), version_base="1.3"):
             compose(command.conf, hydra_words(command.conf, command.words, {}, rest))
     elif not command.conf:
-        checks._check_together(name, parser_of(name).parse_args(with_slots(command, rest)))
+        parser = parser_of(name)
+        checks._check_together(name, parser.parse_args(with_slots(command, rest)), parser)
 
 
 def check_calls(code: str) -> None:

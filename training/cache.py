@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from specdec.cli.files import output_folder, write_text, write_whole
 from specdec.cli.lock import only_writer
+from specdec.model.ends import state_sizes
 from specdec.model.target import Target
 from specdec.model.weight_files import read_json
 from specdec.remote import Remote
@@ -80,8 +81,12 @@ class FeatureCacheWriter:
             )
             self.manifest = begun
             return
-        if states is not None:
-            self.manifest["sizes"] = [states.sizes(form.taps)[tap] for tap in form.taps]
+        if states is None:
+            self.manifest["ends"] = feature_cache.signed(target, ends=True)
+            sizes = state_sizes(target, form.taps).log2().round().exp2().tolist() if form.taps else []
+        else:
+            sizes = [states.sizes(form.taps)[tap] for tap in form.taps]
+        self.manifest["sizes"] = sizes
         output_folder(folder)
         write_text(path, json.dumps(self.manifest, indent=1) + "\n")
 

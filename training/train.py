@@ -24,7 +24,7 @@ from specdec.api import DEMO_TARGET
 from specdec.cli.files import no_empty_folder, output_folder, write_text
 from specdec.cli.lock import only_writer
 from specdec.cli.revision import revision
-from specdec.drafters.formats import family_of, load_drafter, save_drafter
+from specdec.drafters.formats import as_saved, family_of, load_drafter, save_drafter
 from specdec.drafters.formats.convert import SERVERS, without_a_form
 from specdec.drafters.formats.recipe import FAMILY
 from specdec.engine.engine import Engine
@@ -112,8 +112,9 @@ def assemble(config: DictConfig, processes: Processes) -> Trainer:
     samples = cache.samples if cache is not None and not config.data.path else load_samples(config.data, target)
     if not config.whole_target:
         target.sizes = cache.sizes() if cache is not None else {}
-    learnt, heldout = hold_out(samples, config.data.heldout)
+    learnt, heldout = hold_out(samples[: config.data.limit], config.data.heldout)
     drafter = build_drafter(config.drafter, target, learnt, trainer_config.seed)
+    as_saved(drafter, target)  # refuses a drafter that could not be exported after its training
     if cache is not None:
         cache.check(target, drafter.taps, drafter.vocab, samples)
     objective = instantiate(config.objective, "objective")

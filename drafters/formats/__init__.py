@@ -281,14 +281,18 @@ def family_of(drafter: Drafter) -> Family:
 
 def save_drafter(drafter: Drafter, folder: str | os.PathLike, target=None) -> None:
     """Write a drafter atomically as a folder, in its family's layout, or in the first layout that can express it."""
+    layout, config, tensors = as_saved(drafter, target)
+    write_folder(Path(folder), config, tensors, apart=layout.apart)
+
+
+def as_saved(drafter: Drafter, target=None) -> tuple[Layout, dict, Tensors]:
+    """Return the layout of a saved drafter, the config and the tensors. ValueError if no layout can express it."""
     family = family_of(drafter)
     meaning, tensors = family.dismantle(drafter, target)
     usual, refused = find_layout(family, family.saved_as), []
     for layout in (usual, *(other for other in FAMILIES[family] if other is not usual)):
         try:
-            written = layout.write(meaning, tensors, None if target is None else facts_of(target))
+            return layout, *layout.write(meaning, tensors, None if target is None else facts_of(target))
         except ValueError as reason:
-            refused.append(reason)
-            continue
-        return write_folder(Path(folder), *written, apart=layout.apart)
-    raise refused[0]
+            refused.append(f"{layout.name}: {reason}")
+    raise ValueError(f"no layout can express this drafter: {'; '.join(refused)}")

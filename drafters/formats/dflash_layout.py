@@ -54,7 +54,9 @@ def write(meaning: BlockMeaning, tensors: Tensors, target: TargetFacts | None) -
     elif meaning.conditional in MARKOV.values() or meaning.confidence is not None:
         fields |= {"projector_type": "dspark", **head_fields(meaning)}
         if how.label == "p+k":
-            raise ValueError("a Markov head with slot k for token p+k has no name in this layout")
+            raise ValueError(
+                "a Markov or confidence head has no name for slot k for token p+k (train with drafter.label=p+k+1)"
+            )
     else:
         fields |= head_fields(meaning) if meaning.conditional else {}
         fields |= {"draft_shift": True} if how.label == "p+k+1" else {}

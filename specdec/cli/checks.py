@@ -31,7 +31,7 @@ DECODE = ("generate", "serve")
 
 # Commands, a flag, those that contradict it, and why.
 CONTRADICTIONS = (
-    (DECODE, "no_draft", (*DRAFTING, "adaptive", "show_trees", "compare"), ""),
+    (DECODE, "no_draft", (*DRAFTING, "adaptive", "recalibrate", "show_trees", "compare"), ""),
     (DECODE, "tree", NOT_A_TREE, ", which is a whole tree"),
     (DECODE, "compile", ("no_graphs",), ": compiled rounds are replayed"),
     (("generate",), "compile", ("adaptive",), " but in `specdec serve`: its rounds are eager"),
@@ -39,13 +39,17 @@ CONTRADICTIONS = (
     (("generate",), "tp_plan", ("chat", "adaptive", "recalibrate", "compile"), ": it is for a process alone"),
     (("lab bench serve",), "rate", ("concurrency",), ": requests arrive in one of the two ways"),
     (("prove",), "server", ("draft", "self_test"), ": a server has its own drafter"),
-    (("data regenerate",), "server", ("matmul_precision",), ": the server computes the answers"),
-)
+    (("prove",), "server", ("draws", "seed"), ": the server's texts are greedy"),
+    (("prove",), "plain_server", ("dtype", "device", "tp_plan"), ": the servers compute the texts"),
+    (("data regenerate",), "server", ("dtype", "matmul_precision", "device", "batch_size"),
+     ": the server computes the answers"),
+)  # fmt: skip
 # Commands, flags, and the one that they need.
 NEEDS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (
     (("generate",), ("limit",), "prompts"),
     (("generate",), ("logprobs",), "json"),
-    (("prove", "data regenerate"), ("plain_server", "served_model_name"), "server"),
+    (("prove", "data regenerate"), ("plain_server", "served_model_name", "requests"), "server"),
+    (("tune tree",), ("num_draft_tokens",), "out"),
 )
 # Commands, and flags of which one at least is given; True if one alone.
 ONE_OF: tuple[tuple[tuple[str, ...], tuple[str, ...], bool], ...] = (
@@ -57,6 +61,9 @@ ONE_OF: tuple[tuple[tuple[str, ...], tuple[str, ...], bool], ...] = (
 WRONG: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("generate", lambda flags: flags.prompt is not None and not flags.prompt.strip(),
      "the prompt is empty; write something after --prompt"),
+    ("generate", lambda flags: flags.recalibrate and not flags.adaptive
+     and (flags.tree not in (None, "auto") or any(getattr(flags, name) for name in NOT_A_TREE)),
+     "--recalibrate is for --tree auto and --adaptive, which choose by measured costs: leave it out"),
     ("generate", lambda flags: flags.batch_size > 1 and flags.show_trees,
      "--show-trees draws one sequence at a time: leave --batch-size at 1"),
     ("serve", lambda flags: flags.tree == "auto",
@@ -79,9 +86,9 @@ SUFFIXES = {"data regenerate": (".jsonl",), "data count": (".json", ".pt")}
 PACKAGES = {"serve": ("fastapi", "uvicorn", "prometheus_client"), "lab bench serve": ("httpx2",)}
 
 
-def check(name: str, args: argparse.Namespace) -> None:
+def check(name: str, args: argparse.Namespace, parser: Parser) -> None:
     """Raise ValueError for flags that contradict each other, and for missing files, models and packages."""
-    _check_together(name, args)
+    _check_together(name, args, parser)
     flags = vars(args)
     if missing := [package for package in PACKAGES.get(name, ()) if find_spec(package) is None]:
         raise ValueError(f"specdec {name} needs {', '.join(missing)}: pip install 'specdec[serve]'")
@@ -144,9 +151,9 @@ def check_places(settings: Mapping[str, Any]) -> None:
         check_place(target)
 
 
-def _check_together(name: str, args: argparse.Namespace) -> None:
+def _check_together(name: str, args: argparse.Namespace, parser: Parser) -> None:
     def given(flag: str) -> bool:
-        return getattr(args, flag, None) not in (None, False, (), [])
+        return getattr(args, flag, None) not in (None, False, (), [], parser.get_default(flag))
 
     for commands, flags, alone in ONE_OF:
         count = sum(map(given, flags))

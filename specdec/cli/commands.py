@@ -206,9 +206,10 @@ def parse(name: str, words: Sequence[str]) -> argparse.Namespace:
     """Return the checked flags of a command, with its name as `command`. Raises ValueError for wrong ones."""
     command = COMMANDS[name]
     words = with_new_names(f"specdec {name}", words, {**OLD_FLAGS, **command.old})
-    args = checks.with_settings(parser_of(name), with_slots(command, words))
+    parser = parser_of(name)
+    args = checks.with_settings(parser, with_slots(command, words))
     args.command = name
-    checks.check(name, args)
+    checks.check(name, args, parser)
     return args
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import tiny_drafter, tiny_target
 from safetensors.torch import load_file
-from short_runs import composed, contents, logged, refused
+from short_runs import composed, composed_alone, contents, logged, refused
 
 from specdec.training import cache, estimate, train
 from specdec.training.cache import FeatureCacheWriter
@@ -222,8 +222,10 @@ def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(where, t
     shutil.copytree(tmp_path / "cached", tmp_path / "cut")
     (tmp_path / "cut" / "checkpoints" / "step-00000004.pt").unlink()
     train.run(composed("train", *stored, f"out={tmp_path / 'cut'}", "resume=true"))
-    runs = "online", "cached", "cut"
-    online, cached, cut = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in runs)
+    train.run(composed("train", *stored, f"out={tmp_path / 'ends'}", "whole_target=false"))
+    runs = "online", "cached", "cut", "ends"
+    online, cached, cut, ends = (load_file(tmp_path / run / "draft" / "model.safetensors") for run in runs)
+    torch.testing.assert_close(ends, cached, rtol=0, atol=0)
     torch.testing.assert_close(cached, online, rtol=0, atol=1e-4)
     torch.testing.assert_close(cached, cut, rtol=0, atol=0)
     for a, b in zip(logged(tmp_path / "online"), logged(tmp_path / "cached"), strict=True):
@@ -231,8 +233,21 @@ def test_training_from_a_cache_runs_no_layer_and_gives_the_same_drafter(where, t
         assert (a["split"], a["step"], a["tokens"]) == (b["split"], b["step"], b["tokens"])
     assert logged(tmp_path / "cut") == logged(tmp_path / "cached")
     train.run(composed("train", *stored, f"out={tmp_path / 'packed'}", "data.pack=128", "data.heldout=20"))
+    capsys.readouterr()
+    train.run(composed("train", *stored, f"out={tmp_path / 'fewer'}", "data.limit=20"))
+    assert "12 conversations" in capsys.readouterr().out  # and 8 are held out
     said = refused(capsys, train, *stored, f"out={tmp_path / 'run'}", "drafter.taps=[0,1,2]")
     assert re.search(r"was made with taps \[\d, \d, \d\], and this is \[0, 1, 2\]", said)
+
+
+@pytest.mark.parametrize("keep", ["all", "4"])
+def test_weights_of_chains_need_the_logits_before_an_answer_too(where, tmp_path, keep):
+    kind = "drafter=pard", "drafter.layers=1", "drafter.taps=[1]", "objective=parallel", "objective.weights=teacher"
+    kind = *kind, "objective.pool=all"
+    cache.run(composed_alone("cache", *where, *kind, f"out={tmp_path / 'cache'}", f"keep={keep}"))
+    learning = composed_alone("train", *where, *kind, f"data.cache={tmp_path / 'cache'}", f"out={tmp_path / 'run'}")
+    with pytest.raises(ValueError, match="lacks some: make a cache with keep=all and the last hidden state among"):
+        train.run(learning)
 
 
 @pytest.mark.matrix

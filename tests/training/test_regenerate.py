@@ -184,7 +184,7 @@ def test_what_is_not_answered_is_counted(arguments, tmp_path):
         (("--samples", "2"), "--samples 2 needs a --temperature"),
         (("--out", "/proc/nowhere/answers.jsonl"), "cannot write /proc/nowhere"),
         (("--served-model-name", "x"), "--served-model-name needs --server"),
-        (("--server", "nowhere"), "begins with http:// or https://"),
+        (("--server", "http://x"), "--batch-size contradicts --server"),
     ],
 )
 def test_mistakes_are_one_sentence(arguments, tmp_path, more, message):

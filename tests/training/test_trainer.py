@@ -23,12 +23,15 @@ from specdec.engine.engine import Engine
 from specdec.engine.traces import tau
 from specdec.model.loader import load_target
 from specdec.text import encode_prompt, read_prompts
-from specdec.training.data import Batch, Batches
+from specdec.training.data import Batch, Batches, Sample
 from specdec.training.loop.checkpoint import checkpoints, read_newest, write_checkpoint
 from specdec.training.loop.evaluate import expected_tau
 from specdec.training.loop.log import check_loggers, read_log
 from specdec.training.loop.trainer import Trainer, TrainerConfig
+from specdec.training.objectives.block import BlockObjective
+from specdec.training.objectives.eagle import EagleObjective
 from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.parallel import ParallelObjective
 from specdec.trees import Chain
 
 
@@ -67,6 +70,52 @@ def test_the_golden_step_comes_out_of_the_trainer(tmp_path, recompute):
         expected = golden[f"grad.{name}"]
         difference = (gradient(rows) - expected).norm() / expected.norm()
         assert difference < 1e-4, f"{name}: relative difference {difference:.1e}"
+
+
+OBJECTIVES = {
+    **dict.fromkeys(("eagle3", "mtp-three-heads", "medusa"), partial(Eagle3Objective, steps=3)),
+    **dict.fromkeys(BLOCKS, BlockObjective), **dict.fromkeys(("peagle", "pard2"), ParallelObjective),
+    "eagle": EagleObjective,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OBJECTIVES)
+def test_a_drafter_learns_in_fp32_whatever_the_targets_dtype_is(tmp_path, kind):
+    """As docs/faq.md advises for little memory. bf16 has 8 bits, and the random target's states are far apart."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        run = trainer(
+            tmp_path / str(dtype), objective=OBJECTIVES[kind](), steps=2,
+            drafter=lambda target, dtype=dtype: DRAFTERS[kind](target.to(dtype)),
+        )  # fmt: skip
+        found.append(run.train())
+        assert {p.dtype for p in run.parameters.values()} == {torch.float32}
+    for name in ("heldout_loss", "heldout_expected_tau_sampled"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective"),
+    [
+        ("eagle3", Eagle3Objective(steps=3, mean="all")),
+        ("dspark", BlockObjective()),
+        ("dflash2", BlockObjective(weights="uniform")),
+        ("dflash", BlockObjective(where="whole", counts="previous", weights="d_pace", denominator="texts")),
+        ("peagle", ParallelObjective(kept=1.0, kept_min=1.0, pool="all")),
+    ],
+)
+def test_metrics_are_means_over_positions_however_they_are_batched(tmp_path, kind, objective):
+    """Short texts fill batches of their own, without positions for the last slots, and with little padding. No block
+    reaches into the padding, and a packed row counts as so many texts."""
+    run, found = trainer(tmp_path, drafter=DRAFTERS[kind], objective=objective, eval_batches=99), []
+    texts = [*samples(12), *(Sample(s.ids[:4], s.mask[:4]) for s in samples(9))]
+    for tokens, pack in ((20, None), (4000, None), (90, 30)):
+        run.heldout = Batches(texts, tokens, 0, pack, lookahead=4)
+        run._evaluate()
+        found.append(read_log(run.log.path)[-1])
+    names = [name for name, value in found[0].items() if isinstance(value, list)] + ["loss"] * (kind == "dflash")
+    for name in ["accuracy"] if objective.mean == "all" else names:
+        assert [row[name] for row in found[:2]] == [pytest.approx(found[2][name], rel=1e-5, abs=2e-5)] * 2, name
 
 
 def test_two_batches_of_a_step_are_one_of_twice_the_size(tmp_path):

@@ -99,6 +99,10 @@ def test_a_run_learns_and_leaves_a_drafter_that_loads(where, target_path, tmp_pa
             ["drafter=dspark", "drafter.layers=1", "drafter.taps=[3]", "drafter.block_size=2", "drafter.rank=8"],
             "objective.steps is 3, but this drafter drafts 2 tokens only: give objective=block, or objective.steps=2",
         ),
+        (
+            ["drafter=dspark", "drafter.layers=1", "drafter.taps=[3]", "+drafter.causal=true", "drafter.label=p+k"],
+            "no layout can express this drafter: dflash: a Markov or confidence head has no name for slot k for token",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_and_leave_no_empty_folder(where, tmp_path, overrides, message):

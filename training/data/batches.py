@@ -18,9 +18,10 @@ class Batch:
 
     tokens: Tensor  # [B,T]
     loss_mask: Tensor  # [B,T] fp32, 1 for training tokens, 0 on padding
-    documents: Tensor | None = None  # [B,T] if packed: the number of the conversation in its row; padding is one more
+    documents: Tensor | None = None  # [B,T] the number of the conversation in its row; padding is one more
     weights: Tensor | None = None  # [B,T] how much each token counts, if samples say so
     rows: list[list[int]] | None = None  # the conversations of each row, by `Sample.number`
+    packed: bool = False  # a row may hold several conversations
 
 
 class Batches:
@@ -121,7 +122,7 @@ class Batches:
                     weights[r, here] = torch.from_numpy(sample.weights)
         weighted = any(self.samples[i].weights is not None for i in indices)
         numbers: Any = [[self.samples[i].number for i in row] for row in rows]
-        return Batch(tokens, mask, None if self.pack is None else documents, weights if weighted else None, numbers)
+        return Batch(tokens, mask, documents, weights if weighted else None, numbers, self.pack is not None)
 
     def iterate(self, skip: int = 0) -> Iterator[Batch]:
         """The batches of all epochs, without the first `skip`."""

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.cli.reading import read_model
+from specdec.model.ends import TargetEnds
 from specdec.model.weight_files import read_json
 from specdec.training.data import Batch, Sample
 from specdec.training.features import signature
@@ -122,7 +123,7 @@ def describe(
     """
     return ({} if source is None else {"source": source}) | {
         "schema": SCHEMA,
-        "target": f"{signature.target_signature(target, source is not None)} ({target.name}, {str(target.dtype)[6:]})",
+        "target": signed(target, source is not None),
         "tokenizer": signature.tokenizer_signature(target.tokenizer),
         "taps": list(taps),
         "draft vocabulary": None if keep is None else f"{signature.vocabulary_signature(vocab)} ({vocab.size} tokens)",
@@ -130,11 +131,16 @@ def describe(
     }
 
 
+def signed(target, ends: bool) -> str:
+    """Return the signature of a target, or of its ends alone, its name and its dtype."""
+    return f"{signature.target_signature(target, ends)} ({target.name}, {str(target.dtype)[6:]})"
+
+
 def check_same(folder: Path, made: dict, now: dict, remedy: str) -> None:
     """Raise ValueError unless `made` has all values of `now`. Of the target, which may move, the signature counts."""
     for what, value in now.items():
         same = made.get(what) == value
-        if what == "target" and isinstance(made.get(what), str):
+        if what in ("target", "ends") and isinstance(made.get(what), str):
             same = made[what].partition(" ")[0] == value.partition(" ")[0]
         if not same:
             raise ValueError(f"{folder} was made with {what} {made.get(what)}, and this is {value}: {remedy}")
@@ -178,12 +184,16 @@ class FeatureCache:
                 token, position = here.stop, position + int(wanted(masks[here]).sum())
 
     def sizes(self) -> dict[int, float]:
-        """Tap -> the root mean square of its states, to the nearest power of two, if the target has run elsewhere."""
+        """Tap -> the root mean square of its states, to the nearest power of two. Older caches lack it."""
         return dict(zip(self.manifest["taps"], self.manifest.get("sizes", ()), strict=False))
 
     def check(self, target, taps: tuple[int, ...], vocab, samples: list[Sample]) -> None:
         """Raise ValueError unless target, tokenizer, taps, data and, if it was used, vocabulary made this cache."""
-        now = describe(target, taps, vocab, samples, self.keep, self.manifest.get("source"))
+        source = self.manifest.get("source")
+        now = describe(target, taps, vocab, samples, self.keep, source)
+        if isinstance(target, TargetEnds) and source is None:
+            del now["target"]  # of all its weights
+            now["ends"] = signed(target, ends=True)
         check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec train cache")
 
     def features(self, target, batch: Batch, taps: tuple[int, ...], autocast: AbstractContextManager) -> Features:

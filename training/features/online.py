@@ -24,7 +24,7 @@ def online_features(target, batch: Batch, taps: tuple[int, ...], autocast: Abstr
     in memory; transformers' modules need their head to run.
     """
     tokens = batch.tokens.to(target.device)
-    documents = None if batch.documents is None else batch.documents.to(target.device)
+    documents = batch.documents.to(target.device) if batch.packed and batch.documents is not None else None
     with torch.no_grad(), autocast:
         if isinstance(target, Target):
             last, width = target.config.layers, target.config.hidden

@@ -221,16 +221,18 @@ def join_processes(device: str, tp_plan: str | None = None) -> Processes:
 class Sums:
     """Sums of the values of several batches, each weighted by its number of counted positions, for means over all."""
 
-    total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, then the metrics, flat
+    total: Tensor | None = None  # fp64: weight, loss, stop, padded and learnt tokens, the metrics, flat, their weights
     shapes: dict[str, torch.Size] = field(default_factory=dict)
 
     def add(self, mask: Tensor, loss: Tensor, metrics: dict[str, Tensor], stop: bool = False) -> Tensor:
         """Add the loss [] and metrics of a batch, weighted by its number of counted positions [], which is returned."""
         weight = metrics.pop("counted", mask.sum()).to(loss)
+        by = metrics.pop("counts", weight)
         self.shapes = {name: value.shape for name, value in metrics.items()}
+        means = torch.cat([value.detach().flatten() for value in metrics.values()])
         counts = weight.new_tensor([stop, mask.numel(), mask.count_nonzero()])
         head = torch.cat([torch.stack([weight, loss.detach() * weight]), counts])
-        flat = torch.cat([head, *(value.detach().flatten() * weight for value in metrics.values())]).double()
+        flat = torch.cat([head, means * by.flatten(), by.flatten().expand_as(means)]).double()
         self.total = flat if self.total is None else self.total + flat
         return weight
 
@@ -244,6 +246,7 @@ class Sums:
             raise ValueError("there is nothing to take the mean of")
         total = processes.sum(self.total).cpu()
         weight, loss, stop, tokens, learnt = total[:5].tolist()
-        parts = (total[5:] / max(weight, 1)).split([shape.numel() for shape in self.shapes.values()])
+        sums, counts = total[5:].chunk(2)
+        parts = (sums / counts.clamp(min=1e-6)).split([shape.numel() for shape in self.shapes.values()])
         metrics = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
-        return weight, loss / max(weight, 1), stop > 0, (int(tokens), int(learnt)), metrics
+        return weight, loss / (weight or 1), stop > 0, (int(tokens), int(learnt)), metrics

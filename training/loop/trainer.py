@@ -182,7 +182,7 @@ class Trainer:
             self._give_up(f"the loss is {mean}", group, losses)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
-                parameter.grad.div_(max(counted, 1))
+                parameter.grad.div_(counted or 1)
         warmup = int(config.warmup * (config.length if config.warmup < 1 else 1))
         scale = schedule(self.step, config.length, warmup, config.schedule)
         norm = self.optimizers.step(scale, config.clip)

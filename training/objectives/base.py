@@ -104,7 +104,8 @@ class Objective:
         then a sum of weights.
 
         Metrics: losses [steps], the weighted terms together; accuracy [steps], the share of counted positions at which
-        the student's most likely token is the target's; counted [], what the first step's mean was divided by.
+        the student's most likely token is the target's; counted [], what the first step's mean was divided by; counts
+        [metrics,steps], what the entries of each other metric were divided by.
         """
         # Row t drafts token t+2 from feature t and token t+1, so tokens and mask are read one position later.
         following = F.pad(tokens[:, 1:], (0, 1))
@@ -120,7 +121,8 @@ class Objective:
         loss = head_loss(judge, readouts, [head.weights for head in heads])
         metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
         extra, more = self.extra_terms(states, feats, batch)
-        return loss + extra, metrics | more | {"counted": batch.divisors[0]}
+        counts = torch.stack([batch.divisors, batch.counts, *[batch.divisors] * len(more)])
+        return loss + extra, metrics | more | {"counted": batch.divisors[0], "counts": counts}
 
     def weigh(self, student: Student, teacher: Teacher) -> Value:
         """The terms together, each with its weight."""

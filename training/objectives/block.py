@@ -95,7 +95,8 @@ class BlockObjective(Objective):
         chosen = self.slots(drafter, loss_mask, weights)
         following = F.pad(tokens[:, 1:], (0, 1))
         blocks = drafter.blocks(self.noisy(feats), following, (chosen.anchors - 1).clamp(min=0), chosen.visible)
-        judge = _Slots(self, drafter, teacher_logits, drafter.vocab.from_target(following), chosen, len(tokens))
+        texts = texts_of(documents_of(drafter, tokens), loss_mask)
+        judge = _Slots(self, drafter, teacher_logits, drafter.vocab.from_target(following), chosen, texts)
         rows, base = blocks.readout[chosen.chosen], [drafter.head.weights] * drafter.block
         slots, reads = rows.split_with_sizes([drafter.shape.hidden, rows.shape[2] - drafter.shape.hidden], 2)
         if judge.candidates is not None:  # the selector's own loss is asked for below
@@ -105,14 +106,16 @@ class BlockObjective(Objective):
             if judge.base > 0:  # as many steps more
                 readouts, heads = readouts + slots.unbind(1), heads + base
         loss = head_loss(judge, readouts, heads)
-        metrics = {"losses": judge.losses, "accuracy": judge.accuracy, "counted": judge.divisor}
-        for name, lost, by_slot in self._heads(drafter, blocks, slots, reads, judge, len(tokens)):
+        metrics = {"losses": judge.losses, "accuracy": judge.accuracy}
+        counts = [judge.counted] * 2
+        for name, lost, by_slot, count in self._heads(drafter, blocks, slots, reads, judge, texts):
             loss = loss + lost
             metrics[name] = by_slot
-        return loss, metrics
+            counts.append(count)
+        return loss, metrics | {"counted": judge.divisor, "counts": torch.stack(counts)}
 
     def _heads(self, drafter, blocks: Blocks, slots: Tensor, reads: Tensor, judge: "_Slots", texts: int) -> Iterator:
-        """Yield the name of the metric, the loss and the loss by slot of the confidence head and of the selector.
+        """Yield the metric's name, the loss, and the loss by slot with its divisors: confidence head and selector.
 
         slots [n,W,H] and reads [n,W,R] are of the blocks that count.
         """
@@ -120,15 +123,16 @@ class BlockObjective(Objective):
         if blocks.confidence is not None:
             sure = blocks.confidence[judge.slots.chosen].float()
             missed = F.binary_cross_entropy_with_logits(sure, judge.accepted, reduction="none") * judge.weights
-            yield "confidence_losses", self.confidence * missed.sum() / judge.divisor, missed.detach().sum(0) / counted
+            lost = self.confidence * missed.sum() / judge.divisor
+            yield "confidence_losses", lost, missed.detach().sum(0) / counted, counted
         if judge.candidates is not None:
             known = judge.candidates.known
             weights, mask = judge.weights * known, judge.slots.mask * known
             (output,), (own,) = drafter.head.weights, drafter.conditional.head.weights
             missed = judge.candidates.losses(slots, reads, output, own) * weights
             lost = missed.sum() / self.divisor(mask, weights, texts).clamp(min=1e-6)
-            by_slot = missed.detach().sum(0) / weights.sum(0).clamp(min=1e-6)
-            yield "selector_losses", self.selector * lost, by_slot
+            counted = weights.sum(0).clamp(min=1e-6)
+            yield "selector_losses", self.selector * lost, missed.detach().sum(0) / counted, counted
 
     def slots(self, drafter: BlockDrafter, loss_mask: Tensor, weights: Tensor | None) -> Slots:
         """Draw anchors, and return the weights of their slots."""
@@ -155,6 +159,12 @@ class BlockObjective(Objective):
         if self.denominator == "texts":
             return mask.new_tensor(texts)
         return (mask if self.denominator == "slots" else weights).sum()
+
+
+def texts_of(documents: Tensor, loss_mask: Tensor) -> int:
+    """Return the number of texts with training tokens, of which a packed row has several. documents [B,T]."""
+    rows = torch.arange(len(documents), device=documents.device)[:, None] * documents.shape[1]
+    return len((documents + rows)[loss_mask > 0].unique())
 
 
 def pace(losses: Tensor, mask: Tensor, alpha: float) -> Tensor:
@@ -202,7 +212,7 @@ class Candidates:
 
         def of(rows: slice) -> Tensor:
             ids, x, y = self.ids[rows], base[rows], low[rows]
-            scores = torch.einsum("nwh,nwkh->nwk", x, head[ids]) + torch.einsum("nwr,nwkr->nwk", y, selector[ids])
+            scores = torch.einsum("nwh,nwkh->nwk", x, head[ids].to(x)) + torch.einsum("nwr,nwkr->nwk", y, selector[ids])
             place = self.place[rows]
             lost = F.cross_entropy(scores.flatten(0, 1).float(), place.flatten(), reduction="none", ignore_index=-1)
             return lost.view(place.shape)

@@ -134,7 +134,7 @@ def split(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 def product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """Logits [...,U] of x [...,R]: the sum of the products of its parts with matrices [U,.]."""
-    products = (F.linear(part, weight) for part, weight in zip(split(x, weights), weights, strict=True))
+    products = (F.linear(part.to(weight), weight) for part, weight in zip(split(x, weights), weights, strict=True))
     return sum(products, start=next(products))
 
 

@@ -134,9 +134,12 @@ class ParallelObjective(Objective):
             each = believed(rows, teacher_logprobs(rows, teacher_logits, following))
         if weights is not None:
             each = each * F.pad(weights[:, 1:], (0, 1), value=1.0)[rows.row, rows.column]
-        judge = _Rows(self, drafter, teacher_logits, drafter.vocab.from_target(following), rows, each)
+        ends = F.pad(documents[:, 1:] != documents[:, :-1], (0, 1), value=True)
+        labels = drafter.vocab.from_target(following).masked_fill(ends, -1)
+        judge = _Rows(self, drafter, teacher_logits, labels, rows, each)
         loss = head_loss(judge, [readout], [blocks.head.weights])
-        return loss, {"losses": judge.losses, "accuracy": judge.accuracy, "counted": judge.divisor}
+        counts = {"counted": judge.divisor, "counts": torch.stack([judge.counted] * 2)}
+        return loss, {"losses": judge.losses, "accuracy": judge.accuracy} | counts
 
     def learnt(
         self, drafter: ParallelDrafter, teacher_logits: TeacherLogits, loss_mask: Tensor, documents: Tensor
@@ -194,12 +197,16 @@ def before(rows: Sampled) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 def teacher_logprobs(rows: Sampled, teacher_logits: TeacherLogits, following: Tensor) -> Tensor:
     """[B,T] log-probability of the `following` token [B,T] after each column that `before` looks at, elsewhere 0."""
-    if isinstance(teacher_logits, TopTokens):
-        raise ValueError("objective.weights=teacher needs all of the target's logits: make a cache with keep=null")
     known = torch.zeros(following.shape, device=following.device)
     for row, column, inside in before(rows):
         known[row[inside], column[inside]] = 1.0
     row, column = known.nonzero(as_tuple=True)
+    cached = getattr(teacher_logits, "hidden", None)  # 0 where a cache has no state
+    if isinstance(teacher_logits, TopTokens) or (cached is not None and not cached[row, column].any(-1).all()):
+        raise ValueError(
+            "objective.weights=teacher reads the target's logits at all tokens of a chain, and data.cache lacks some: "
+            "make a cache with keep=all and the last hidden state among drafter.taps, or leave data.cache out"
+        )
     for piece in pieces(len(row), teacher_logits.shape[-1]):
         here = row[piece], column[piece]
         logp = teacher_logits[here].float().log_softmax(-1)

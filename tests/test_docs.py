@@ -16,7 +16,9 @@ docs/log.md, a history, is left out.
 An indented block, or one fenced as `sh`, holds commands. Other fenced blocks have the language after the fence.
 """
 
+import argparse
 import ast
+import dataclasses
 import importlib.util
 import inspect
 import json
@@ -43,6 +45,7 @@ from specdec.cli.hydra_words import hydra_words
 from specdec.model.hf_devices import read_map
 from specdec.own import POINTS
 from specdec.serve.protocol import ChatAsk, read
+from specdec.trees.spec import TreeSettings
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -176,7 +179,19 @@ def understand(words: list[str]) -> None:
             compose(command.conf, hydra_words(command.conf, command.words, {}, rest))
     elif not command.conf:
         parser = parser_of(name)
-        checks._check_together(name, parser.parse_args(with_slots(command, rest)), parser)
+        settings = vars(parser.parse_args(with_slots(command, rest)))
+        checks._check_together(name, argparse.Namespace(**settings), parser)
+        if name == "generate" and settings["tree"] != "tree.yaml":  # that one is made for the drafter
+            check_depth(settings)
+
+
+def check_depth(settings: dict) -> None:
+    """Check that a bundled block drafter drafts as many levels as the tree has."""
+    config = ROOT / "specdec" / str(settings["draft"]) / "config.json"
+    tree = TreeSettings(**{field.name: settings[field.name] for field in dataclasses.fields(TreeSettings)})
+    if config.is_file() and not tree.automatic:
+        block = json.loads(config.read_text(encoding="utf-8")).get("block_size", tree.make().steps)
+        assert tree.make().steps <= block, f"a tree of {tree.make().steps} levels for {settings['draft']}"
 
 
 def check_calls(code: str) -> None:

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats.parts import describe_rope, fill, shape_faults
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes
+from specdec.model.ends import read_ends
 from specdec.model.language_model import LanguageModel
 from specdec.model.rope import Rope
 from specdec.model.target import Target
@@ -50,9 +51,11 @@ def facts_of(target: LanguageModel) -> TargetFacts:
     def part(name: str) -> Tensor:
         if name != "final_norm":
             return (target.embed if name == "embedding" else target.head).weight
-        if not isinstance(target, Target):
-            raise ValueError(f"{target.name} runs through transformers, so the weight of its final norm is not known")
-        return target.norm.gain()
+        if isinstance(target, Target):
+            return target.norm.gain()
+        model = cast(Any, target).model  # transformers'
+        offset = read_ends(model.config.to_dict(), target.name, head=True).norm_offset
+        return model.base_model.norm.weight.float() + offset
 
     return TargetFacts(target.name, (), target.config.layers, part, (target.config.hidden, target.vocab))
 

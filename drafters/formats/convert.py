@@ -22,8 +22,9 @@ from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, 
 from specdec.drafters.formats.eagle import TOKEN_MAP
 from specdec.drafters.formats.maps import with_head
 from specdec.drafters.formats.speculators import SPECULATIVE_TOKENS
-from specdec.model.archs import inner_name, read_config, text_config
+from specdec.model.archs import inner_name, text_config
 from specdec.model.checkpoint import read_headers, read_tensors, round_rows, write_folder
+from specdec.model.ends import read_ends
 from specdec.model.names import resolve
 from specdec.model.weight_files import read_json
 
@@ -152,7 +153,7 @@ def _part(target: Where, config: dict, name: str) -> Tensor:
     held = [found[key] for key in PARTS[name] if key in found]
     if not held:
         raise ValueError(f"{target} holds no tensor {' or '.join(PARTS[name])}")
-    offset = name == "final_norm" and read_config(config, str(target)).norm_offset
+    offset = name == "final_norm" and read_ends(config, str(target), head=True).norm_offset
     return 1 + held[0].float() if offset else held[0]
 
 

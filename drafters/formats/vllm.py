@@ -46,7 +46,10 @@ def write_eagle3(meaning: Eagle3Meaning, tensors: Tensors, target: TargetFacts |
             f"the drafter reads hidden state {target.layers}, which vLLM has only as it is before the final norm; with "
             "a norm for each tap it can be said (train with drafter.tap_norms=true, or with lower drafter.taps)"
         )
-    norm = target.part("final_norm")
+    try:
+        norm = target.part("final_norm")
+    except ValueError as error:
+        raise ValueError(f"{error} (train with drafter.taps from 1 to {target.layers - 1})") from None
     gains = [norm if tap == target.layers else torch.ones_like(norm) for tap in sorted(meaning.taps or ())]
     config, tensors = speculators.spell(meaning, tensors, target)
     return config | {"norm_before_fc": True} | FINAL_NORM, tensors | {INPUT_NORM: torch.cat(gains) * SCALE}

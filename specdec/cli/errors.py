@@ -86,8 +86,10 @@ def terminable() -> Iterator[None]:
         raised = True
         raise Terminated
 
+    hook = sys.unraisablehook
     if ours:
         signal.signal(signal.SIGTERM, terminate)
+        sys.unraisablehook = functools.partial(_send_again, hook)
     try:
         yield
     except Exception as error:
@@ -98,6 +100,16 @@ def terminable() -> Iterator[None]:
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            sys.unraisablehook = hook
+
+
+def _send_again(hook: Callable, unraisable) -> None:
+    """Send a signal again whose exception was raised in a callback, such as those of imports, and would be lost."""
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt):
+        hook(unraisable)
+        return
+    number = signal.SIGTERM if isinstance(unraisable.exc_value, Terminated) else signal.SIGINT
+    threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
 
 
 def _of_termination(error: BaseException | None) -> bool:

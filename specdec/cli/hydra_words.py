@@ -83,7 +83,7 @@ def _setting(name: str, value: str, words: Mapping[str, str], several: bool) -> 
     if WRITTEN.fullmatch(value) or (several and "," in value) or (value == "" and name not in words):
         return f"{path}={value}"
     is_file = path.endswith(".path") or (name in FLAGS and FLAGS[name].kind is Path)
-    if "," in value and " " not in value and not is_file:
+    if "," in value and (" " not in value or path == "draft") and not is_file:  # a tree may be "drawn 3,1,1"
         return f"{path}=[{','.join(_quoted(part.strip()) for part in value.split(','))}]"
     return f"{path}={_quoted(value)}"
 

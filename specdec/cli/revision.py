@@ -15,7 +15,8 @@ ROOMS = ("specdec", "drafters", "trees", "training", "conf", "scripts", "tests")
 
 def revision() -> str | None:
     """The commit, followed by '+changes' if files differ from it; None if neither git nor the note has it."""
-    commit = _git("rev-parse", "HEAD")
+    # An installation may lie in a repository of something else, which does not track this file.
+    commit = _git("ls-files", "--error-unmatch", "specdec/cli/revision.py") and _git("rev-parse", "HEAD")
     if commit:
         return f"{commit}+changes" if _git("status", "--porcelain", "--untracked-files=no") else commit
     try:
@@ -35,7 +36,8 @@ def code_digest(folders: Sequence[str] = ROOMS, wanted: Callable[[str], bool] = 
 
 def _git(*words: str) -> str | None:
     try:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+        command = ["git", "--no-optional-locks", *words]  # a lock would end the user's own `git commit` of this moment
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     except OSError:  # there is no git
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -1,5 +1,7 @@
 """Results name the commit of the code, even without git, and never that of other code."""
 
+import os
+import re
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -39,11 +41,32 @@ def test_a_note_of_other_code_tells_nothing(note, monkeypatch, tmp_path):
 
 
 def test_changes_are_reported(monkeypatch):
-    answers = {"rev-parse": "abc123", "status": ""}
+    answers = {"ls-files": "specdec/cli/revision.py", "rev-parse": "abc123", "status": ""}
     monkeypatch.setattr(revision, "_git", lambda *words: answers[words[0]])
     assert revision.revision() == "abc123"
     answers["status"] = " M specdec/lab/machine.py"
     assert revision.revision() == "abc123+changes"
+
+
+def test_only_a_repository_of_this_code_names_the_commit_and_it_is_not_locked(monkeypatch, tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    code = tmp_path / "specdec" / "cli" / "revision.py"
+    code.parent.mkdir(parents=True)
+    code.touch()
+    git("init")
+    git("commit", "--allow-empty", "-m", "others")
+    monkeypatch.setattr(revision, "ROOT", tmp_path)
+    assert revision.revision() is None
+    git("add", "specdec")
+    git("commit", "-m", "ours")
+    os.utime(code, (0, 0))  # git status would write the index anew
+    index = tmp_path / ".git" / "index"
+    before = index.read_bytes()
+    assert re.fullmatch("[0-9a-f]{40}", str(revision.revision()))
+    assert index.read_bytes() == before
 
 
 def test_packages_have_the_versions_of_the_constraints_and_serve_the_python_asked_for(monkeypatch, tmp_path, capsys):

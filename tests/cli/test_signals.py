@@ -1,6 +1,7 @@
 """Signals: decoded tokens are printed and written, and the exit code is that of the signal. Standard streams
 that are closed, full, or read by nobody, and tables that fit their terminal."""
 
+import gc
 import io
 import itertools
 import json
@@ -8,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import weakref
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -117,6 +120,25 @@ def test_any_command_cleans_up_after_sigterm(tmp_path):
     assert (done.returncode, done.stderr) == (143, "terminated\n")
     assert (tmp_path / "cleaned").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("number", "ended"), [(signal.SIGINT, (130, "interrupted\n")), (signal.SIGTERM, (143, "terminated\n"))]
+)
+def test_a_signal_in_a_callback_is_not_lost(number, ended):
+    """Python drops what a weak reference's callback raises, such as those that end each import."""
+
+    @one_sentence_errors
+    def main():
+        weakref.finalize(value := Mock(), os.kill, os.getpid(), number)
+        del value
+        gc.collect()
+        time.sleep(10)
+
+    hook = sys.unraisablehook
+    done = run_here(main)
+    assert (done.returncode, done.stderr) == ended
+    assert sys.unraisablehook is hook
 
 
 def test_an_error_of_what_sigterm_interrupted_is_not_reported():

@@ -157,6 +157,14 @@ def test_the_words_that_all_commands_share_are_settings(given, settings):
     assert hydra_words("train", TRAIN.words, {}, given.split()) == settings.split()
 
 
+def test_drafters_of_a_list_may_hold_spaces_and_a_tree_stays_whole():
+    words = hydra_words("compare", COMMANDS["compare"].words, {}, ["--draft", "Käse 1/x, ngram", "--tree", "drawn 3,1"])
+    with initialize_config_dir(str(registry.CONF), version_base="1.3"):
+        settings = compose("compare", words)
+    assert list(settings.draft) == ["Käse 1/x", "ngram"]
+    assert settings.draft_tree == "drawn 3,1"
+
+
 def test_a_path_may_hold_anything():
     for path in ("a b", "Käse", "it's", "a,b", "x=1", "(1)", 'say "hi"', "back\\slash"):
         (word,) = hydra_words("train", TRAIN.words, {}, [f"target={path}"])

@@ -27,12 +27,14 @@ from specdec.training.train import warn_of_servers
 LAYERS = 6
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3_text"])
+FIELDS = {"llama": {}, "gemma3_text": {"head_dim": 8}, "mixtral": {"num_local_experts": 4}}
+
+
+@pytest.fixture(scope="module", params=FIELDS)
 def pair(request, tmp_path_factory):
     """A target's folder, the target, and transformers' model of it."""
     folder = tmp_path_factory.mktemp(request.param) / "target"
-    fields = {"head_dim": 8} if request.param == "gemma3_text" else {}
-    model = save_hf(folder, request.param, num_hidden_layers=LAYERS, **fields)
+    model = save_hf(folder, request.param, num_hidden_layers=LAYERS, **FIELDS[request.param])
     return folder, load_target(folder, tokenizer=False), model
 
 
@@ -75,6 +77,14 @@ def fused_in_vllm(config, tensors, states):
         feats = feats.unflatten(-1, norms.shape)
         feats = (F.rms_norm(feats, feats.shape[-1:], eps=eps) * norms).flatten(-2)
     return feats @ tensors["fc.weight"].T
+
+
+def test_the_last_state_of_a_target_whose_final_norm_is_not_known_is_refused(tmp_path):
+    save_hf(tmp_path / "target", "olmo2")
+    drafter = eagle3.create(load_target(tmp_path / "target", tokenizer=False), taps=(1, 2, 3), tap_norms=True)
+    message = rf"{tmp_path / 'target'}: .* head work is not known \(train with drafter.taps from 1 to 2\)"
+    with pytest.raises(ValueError, match=message):
+        written(drafter, None, tmp_path, tmp_path / "target")
 
 
 HEADS = {

@@ -2,6 +2,7 @@
 
 import json
 from functools import partialmethod
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hybrids import hybrid_target
 from scipy import stats
 
 from specdec.engine.engine import Engine
+from specdec.lab.proof import prove
 from specdec.lab.proof.equality import EqualityProver, Mismatch
 from specdec.lab.proof.laws import chi_square, exact_distance, prove_law, prove_sampled
 from specdec.lab.proof.proof import OneInAThousand, Proof, verdict_line
@@ -133,7 +135,7 @@ def test_a_broken_cache_of_keys_is_found(monkeypatch):
 # The command
 
 
-def test_the_command(capsys, tmp_path, target_path, drafter_path):
+def test_the_command(capsys, tmp_path, target_path, drafter_path, monkeypatch):
     how = ["--target", str(target_path), "--draft", str(drafter_path), "--max-new-tokens", "8", "--limit", "2"]
     main([*how, "--draws", "1000", "--json", "--out", str(tmp_path / "proof.md")])
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -142,3 +144,7 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path):
     assert "No bug found" in (tmp_path / "proof.md").read_text()
     main([*how, "--draws", "4000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out
+    monkeypatch.setattr(prove, "write_text", Mock(side_effect=ValueError("cannot write")))
+    with pytest.raises(SystemExit, match="2"):
+        main([*how, "--draws", "1000", "--out", str(tmp_path / "other.md")])
+    assert "No bug found" in capsys.readouterr().out  # shown although it cannot be written

@@ -136,17 +136,21 @@ def test_other_settings_do_not_go_on_with_it(arguments, tmp_path):
         (("--limit", "6", "--seed", "1"), "begun with seed 0, and this is 1"),
         (("--limit", "6", "--batch-size", "4"), "begun with batch_size 5, and this is 4"),
     ):
-        assert message in refused(main, *arguments(tmp_path, *more))
+        said = refused(main, *arguments(tmp_path, *more))
+        assert message in said
+        assert "remove it and answers.run.json" in said
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"prompt": "What else?"}) + "\n")
     refused(main, *arguments(tmp_path, "--limit", "6", "--shard-size", "1", questions=other))
     other.unlink()
     assert contents(tmp_path) == before
     out = tmp_path / "mine.jsonl"
-    out.write_text("precious\n")
-    said = refused(main, *arguments(tmp_path, "--limit", "6", "--out", out))
-    assert "mine.jsonl exists and was not made by this command" in said
-    assert out.read_text() == "precious\n"
+    for path in (out, out.with_name("mine.jsonl.partial")):  # a part of unknown settings is not continued either
+        path.write_text("precious\n")
+        said = refused(main, *arguments(tmp_path, "--limit", "6", "--out", out))
+        assert f"{path.name} exists and was not made by this command" in said
+        assert path.read_text() == "precious\n"
+        path.unlink()
 
 
 @pytest.mark.parametrize("room", [700, 1000])

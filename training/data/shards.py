@@ -110,8 +110,9 @@ class Shards:
 
     def _check_settings(self) -> None:
         if not self.record.exists():
-            if self.path(0).exists():
-                raise ValueError(f"{self.path(0)} exists and was not made by this command: give another --out")
+            for path in (self.path(0), partial_path(self.path(0))):
+                if path.exists():
+                    raise ValueError(f"{path} exists and was not made by this command: give another --out")
             write_text(self.record, json.dumps(self.settings, indent=1) + "\n")
             return
         try:
@@ -122,7 +123,7 @@ class Shards:
             if begun.get(name) != value:
                 raise ValueError(
                     f"{self.out} was begun with {name} {begun.get(name)}, and this is {value}: give the same settings "
-                    "to go on with it, or another --out"
+                    f"to go on with it, another --out, or remove it and {self.record.name}"
                 )
 
     def _cannot_write(self, error: OSError) -> ValueError:

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from specdec import ops, registry
-from specdec.cli.files import output_folder
+from specdec.cli.files import no_empty_folder, output_folder
 from specdec.lab.bench.bench import Bench, Configuration, text_prompts
 from specdec.lab.bench.bench_command import make_contenders, print_rows
 from specdec.lab.bench.contenders import Ours, bandwidth
@@ -88,6 +88,11 @@ def engines_in_words(rows: list[dict], drafter: str) -> str:
 
 def run(config: DictConfig) -> None:
     """Run `specdec compare`. Raises ValueError without prompts, or with fewer than two new tokens."""
+    with no_empty_folder(config.out):
+        _run(config)
+
+
+def _run(config: DictConfig) -> None:
     if not config.prompts:
         raise ValueError(
             "no prompts: give --prompts FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"

@@ -20,7 +20,6 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats.parts import describe_rope, fill, shape_faults
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes
-from specdec.model.ends import read_ends
 from specdec.model.language_model import LanguageModel
 from specdec.model.rope import Rope
 from specdec.model.target import Target
@@ -53,9 +52,7 @@ def facts_of(target: LanguageModel) -> TargetFacts:
             return (target.embed if name == "embedding" else target.head).weight
         if isinstance(target, Target):
             return target.norm.gain()
-        model = cast(Any, target).model  # transformers'
-        offset = read_ends(model.config.to_dict(), target.name, head=True).norm_offset
-        return model.base_model.norm.weight.float() + offset
+        return cast(Any, target).norm_gain()
 
     return TargetFacts(target.name, (), target.config.layers, part, (target.config.hidden, target.vocab))
 

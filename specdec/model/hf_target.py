@@ -18,6 +18,7 @@ from typing_extensions import override
 from specdec.model.archs import ModelConfig
 from specdec.model.attention import document_mask, document_positions
 from specdec.model.cache import KVCache, cache_bytes
+from specdec.model.ends import read_ends
 from specdec.model.hf_cache import SlotCache, Traced, read_states, take_over, trace
 from specdec.model.hf_devices import weight_of
 from specdec.model.hf_family import ExpertWatch, check, count_experts, exact_context, read_windows
@@ -99,11 +100,14 @@ class TransformersTarget(LanguageModel):
         # The norm is the model's own: unless the family is native, all dimensions have about the same factor.
         return self._final_scale.expand(self.config.hidden) if self._gain is None else self._gain
 
+    def norm_gain(self) -> Tensor:
+        """Return the factors [H] of the final norm. Raises ValueError if how the family's norm works is not known."""
+        offset = read_ends(self.model.config.to_dict(), self.name, head=True).norm_offset
+        return weight_of(cast(Any, self.model.base_model).norm).to(self.device).float() + offset
+
     def take_shape(self, config: ModelConfig) -> None:
         """Take the shape that our own decoder has for a native family, so that fresh drafters are the same."""
-        self.config = config
-        norm = cast(Any, self.model.base_model).norm
-        gain = weight_of(norm).to(self.device) + config.norm_offset
+        self.config, gain = config, self.norm_gain()
         self._gain, self._final_scale = gain, gain.square().mean().sqrt()
 
     @torch.inference_mode()

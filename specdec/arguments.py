@@ -77,9 +77,9 @@ def _is_seed(value: Any) -> bool:
 
 
 def check_prompts(prompts: Any, order: str) -> None:
-    """Raise TypeError for what cannot be prompts. order: how the function is called."""
-    if isinstance(prompts, str) or (isinstance(prompts, abc.Sequence) and not isinstance(prompts, bytes)):
-        if not isinstance(prompts, str) and not prompts:
+    """Raise TypeError for what cannot be prompts, ValueError for an empty list. order: how the function is called."""
+    if isinstance(prompts, abc.Sequence) and not isinstance(prompts, bytes):
+        if not prompts and not isinstance(prompts, str):
             raise ValueError("no prompt was given")
         return
     if isinstance(prompts, np.ndarray) or hasattr(prompts, "tolist"):

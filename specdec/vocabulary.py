@@ -35,7 +35,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer):
         """Read the vocabulary of a tokenizer."""
-        self._tokenizer = proxy(tokenizer)  # as `_MADE` holds the vocabulary until the tokenizer is gone
+        self._tokenizer = proxy(tokenizer)  # a strong reference from a value of `_MADE` would keep its key alive
         self.added = {token: added.content.encode() for token, added in tokenizer.added_tokens_decoder.items()}
         self.special = frozenset(tokenizer.all_special_ids)
         self.form = _form(tokenizer)
@@ -49,11 +49,7 @@ class Vocabulary:
 
     def is_byte(self, token: int) -> bool:
         """Return whether a token is a single byte of SentencePiece's byte fallback."""
-        return (
-            self.form == "pieces"
-            and token not in self.added
-            and bool(BYTE.fullmatch(self._tokenizer.convert_ids_to_tokens(token) or ""))
-        )
+        return self.form == "pieces" and token not in self.added and bool(BYTE.fullmatch(self._piece(token) or ""))
 
     def text_of(self, token: int) -> str:
         """Return the text of a token; of a part of a character `bytes:` and its bytes, as OpenAI writes it."""
@@ -63,8 +59,11 @@ class Vocabulary:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
+    def _piece(self, token: int) -> str | None:
+        return self._tokenizer.convert_ids_to_tokens(token)
+
     def _read(self, token: int) -> bytes:
-        piece = self._tokenizer.convert_ids_to_tokens(token)
+        piece = self._piece(token)
         if piece is None:  # the target's vocabulary is padded
             return b""
         if self.form == "bytes" and all(char in _byte_of() for char in piece):

@@ -131,7 +131,7 @@ def checked(text: str, tree: Tree) -> Tree:
         with own.blamed(text, "growing a tree"):
             grown = type(tree).grow(tree, drafter, root, state, children)
             check_grown(tree, grown, root)
-        vars(tree).pop("grow", None)  # of a wrong tree the next one is checked too
+        vars(tree).pop("grow", None)  # not reached for a wrong tree, so its next tree is checked too
         return grown
 
     vars(tree)["grow"] = grow

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import check_shapes
 from specdec.model.language_model import LanguageModel
 from specdec.model.rope import Rope
-from specdec.model.target import Target
 
 Tensors = dict[str, Tensor]
 Sizes = tuple[int | None, int | None]  # a target's hidden size and vocabulary, as far as they are stated
@@ -50,9 +49,7 @@ def facts_of(target: LanguageModel) -> TargetFacts:
     def part(name: str) -> Tensor:
         if name != "final_norm":
             return (target.embed if name == "embedding" else target.head).weight
-        if isinstance(target, Target):
-            return target.norm.gain()
-        return cast(Any, target).norm_gain()
+        return target.norm_gain()
 
     return TargetFacts(target.name, (), target.config.layers, part, (target.config.hidden, target.vocab))
 

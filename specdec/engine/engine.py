@@ -75,8 +75,7 @@ class Engine:
         late = self.graphs is not None and self.graphs.backend.late
         if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
-        self.overlap = late if overlap is None else overlap
-        self.compact, self.abstain = compact, abstain
+        self.overlap, self.compact, self.abstain = late if overlap is None else overlap, compact, abstain
         self.prefixes = Prefixes(prefixes) if prefixes and not target.chains_only else None
         self.waiting: list[Sequence] = []
         self.loop: Any = None  # a `Loop`, while room is reserved
@@ -199,7 +198,9 @@ class Engine:
         self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on
         emitted = [sequence.tokens[:] for sequence in joining]
         sampling = settings_of([sequence.sampling for sequence in joining], self.device)
-        return RoundReport(joining, sampling, batch.clock, True, emitted=emitted, accepted=[0] * len(joining))
+        report = RoundReport(joining, sampling, batch.clock, True, emitted=emitted, accepted=[0] * len(joining))
+        batch.clock.mark("prefill")
+        return report
 
     @torch.inference_mode()
     def generate(
@@ -252,12 +253,12 @@ class Engine:
             self.waiting, clock, begun, mark, prefill_seconds = list(rows), self.loop.batch.clock, start, 0, 0.0
             while (report := self._step()) is not None:
                 if report.prefill:  # with a prefix cache several, and rounds between them
-                    clock.mark("prefill")
                     prefill_seconds += time.perf_counter() - begun - clock.seconds(mark).get("capture", 0.0)
                 if observer is not None:
                     observer(report)
                     clock.mark("output")
-                report.logits, begun, mark = None, time.perf_counter(), clock.position - 1  # logits fill memory
+                report.logits = None  # too much for an observer to hold through the next round
+                begun, mark = time.perf_counter(), clock.position - 1
         finally:
             self.generating = False
             self._clear()
@@ -268,7 +269,7 @@ class Engine:
         check_autocast(self.target)
         self._clear()  # before memory is taken
         levels = 1 if self.adaptive is None else 1 + self.policy.steps
-        prefixes = 0 if self.prefixes is None else max(self.prefixes.budget - self.prefixes.bytes, 1)
+        prefixes = 0 if self.prefixes is None else max(self.prefixes.budget - self.prefixes.bytes, 1)  # 0: no cache
         request = replace(request, prefixes=prefixes, captures=len(widths) * levels)
         self.room, room, clock = request.room, request.room, Clock(self.device)
         if self.graphs is None:

@@ -22,6 +22,7 @@ from specdec.engine.compiled.build import compile_now
 from specdec.engine.executor import STEP, Executor, restored
 from specdec.engine.report import Clock
 from specdec.engine.round import Round
+from specdec.model.layers import weight_state
 from specdec.ops import backends
 
 ROOMS = [1024 * 4**k for k in range(16)]  # where a graph serves all bounds: few, as each room has a graph of its own
@@ -207,4 +208,4 @@ class Graphs:
         """Changes when a tensor moves that a graph reads, or its values do, from which others may have been made."""
         modules = [part for part in (self.round.target, self.round.drafter) if part is not None]
         tensors = [x for module in modules for x in (*module.parameters(), *module.buffers())]
-        return backends(), tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+        return backends(), weight_state(tensors)

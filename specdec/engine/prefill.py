@@ -19,6 +19,7 @@ from torch import Tensor
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
 from specdec.model.language_model import LanguageModel
+from specdec.model.layers import weight_state
 
 LEAST = 32  # tokens that begin alike: fewer are read as fast
 
@@ -51,13 +52,13 @@ class Prefixes:
         self.budget, self.bytes, self.least = budget, 0, LEAST
         self.by_start: dict[tuple[int, ...], list[Prefix]] = {}  # by their first tokens, the least that are shared
         self.used: dict[Prefix, None] = {}  # the one that was used last comes last
-        self.versions: list[tuple[int, int]] = []  # of the weights that they were computed with
+        self.weights: list[tuple[int, int]] = []  # the state of those that they were computed with
 
     def match(self, target: LanguageModel) -> None:
         """Drop all prefixes if the target's weights have changed since the last call."""
-        versions = [(id(x), 0 if x.is_inference() else x._version) for x in target.parameters()]
-        if versions != self.versions:
-            self.versions = versions
+        weights = weight_state(target.parameters())
+        if weights != self.weights:
+            self.weights = weights
             for prefix in list(self.used):
                 self._drop(prefix)
 

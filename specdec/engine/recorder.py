@@ -76,7 +76,7 @@ class TracedRow:
     rounds: list[TracedRound] = field(default_factory=list)
 
     def add(self, made: TracedRound) -> None:
-        """Append a round, and forget what was computed of the rounds before it."""
+        """Append a round, and drop the cached metrics of the earlier rounds."""
         self.rounds.append(made)
         for name in ("trace", "drafting", "drafted", "chains"):
             vars(self).pop(name, None)
@@ -158,7 +158,7 @@ class Recorder(Observer):
         self._reading += report.clock.seconds(self._mark).get("prefill", 0.0)
         if not report.rows:
             return
-        rows = self.trace.rows
+        rows = self._trace.rows
         names = self._names or [(str(len(rows) + i), None) for i in range(len(report.rows))]
         if len(names) != len(report.rows):
             raise ValueError(f"{len(names)} questions were named, but {len(report.rows)} prompts are decoded")

@@ -100,14 +100,15 @@ class TransformersTarget(LanguageModel):
         # The norm is the model's own: unless the family is native, all dimensions have about the same factor.
         return self._final_scale.expand(self.config.hidden) if self._gain is None else self._gain
 
+    @override
     def norm_gain(self) -> Tensor:
-        """Return the factors [H] of the final norm. Raises ValueError if how the family's norm works is not known."""
         offset = read_ends(self.model.config.to_dict(), self.name, head=True).norm_offset
         return weight_of(cast(Any, self.model.base_model).norm).to(self.device).float() + offset
 
     def take_shape(self, config: ModelConfig) -> None:
         """Take the shape that our own decoder has for a native family, so that fresh drafters are the same."""
-        self.config, gain = config, self.norm_gain()
+        self.config = config
+        gain = weight_of(cast(Any, self.model.base_model).norm).to(self.device).float() + config.norm_offset
         self._gain, self._final_scale = gain, gain.square().mean().sqrt()
 
     @torch.inference_mode()

@@ -59,6 +59,10 @@ class LanguageModel(nn.Module):
         """Return the factor [H] that the final norm applies to a normalised state."""
         raise NotImplementedError
 
+    def norm_gain(self) -> Tensor:
+        """Return `final_gain` as the final norm stores it. Raises ValueError if the target does not know it."""
+        return self.final_gain()
+
     def final_scale(self) -> Tensor:
         """Return the root mean square of a hidden state after the final norm, as the norm's weights set it."""
         return self.final_gain().square().mean().sqrt()

@@ -63,6 +63,11 @@ class Freezable(nn.Module):
         return (self.frozen or self.bind())(*inputs)
 
 
+def weight_state(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return what changes when a tensor moves or its values do. Inference tensors have no version."""
+    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+
+
 def freeze(model: nn.Module) -> None:
     """Bind every part of a model once, for all calls until `unfreeze`. Its weights must stay as they are."""
     for module in model.modules():

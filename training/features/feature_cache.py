@@ -192,7 +192,7 @@ class FeatureCache:
         source = self.manifest.get("source")
         now = describe(target, taps, vocab, samples, self.keep, source)
         if isinstance(target, TargetEnds) and source is None:
-            del now["target"]  # of all its weights
+            del now["target"]  # it covers all weights, and only the ends are loaded
             now["ends"] = signed(target, ends=True)
         check_same(self.folder, self.manifest, now, "use what made it, or make it anew with specdec train cache")
 

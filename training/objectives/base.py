@@ -183,7 +183,7 @@ class Positions:
         self.mask = counted[self.row, self.column] * reached  # [steps,n]
         self.counts = self.mask.sum(1)
         self.divisors = self.counts if mean == "masked" else torch.full_like(self.counts, counted.numel())
-        self.share = self.mask / self.divisors.clamp(min=1)[:, None]  # [steps,n], what a position weighs in its mean
+        self.share = self.mask / self.divisors.clamp(min=1e-6)[:, None]  # [steps,n], what a position weighs in its mean
 
     def later(self) -> Tensor:
         """[B,T], True for the positions of the unroll from which the steps after the first draft."""
@@ -246,7 +246,7 @@ class _Terms(TermsJudge):
             value, slope, total = (x.reshape(*student.best.shape, *x.shape[2:]) for x in weighed)
         else:
             value, slope, total = weigh(student, teacher)
-        share, counts = self.batch.share[steps, rows].T, self.batch.counts[steps].clamp(min=1)
+        share, counts = self.batch.share[steps, rows].T, self.batch.counts[steps].clamp(min=1e-6)
         self.losses[steps] += (value * share).sum(0)
         hits = (self.vocab.to_target(student.best) == teacher.choice[:, None]) * self.batch.mask[steps, rows].T
         self.accuracy[steps] += hits.sum(0) / counts

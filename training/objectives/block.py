@@ -114,7 +114,7 @@ class BlockObjective(Objective):
             counts.append(count)
         return loss, metrics | {"counted": judge.divisor, "counts": torch.stack(counts)}
 
-    def _heads(self, drafter, blocks: Blocks, slots: Tensor, reads: Tensor, judge: "_Slots", texts: int) -> Iterator:
+    def _heads(self, drafter, blocks: Blocks, slots: Tensor, reads: Tensor, judge: "_Slots", texts: Tensor) -> Iterator:
         """Yield the metric's name, the loss, and the loss by slot with its divisors: confidence head and selector.
 
         slots [n,W,H] and reads [n,W,R] are of the blocks that count.
@@ -154,17 +154,16 @@ class BlockObjective(Objective):
             return mask
         return mask * torch.exp(-since / self.gamma)
 
-    def divisor(self, mask: Tensor, weights: Tensor, texts: int) -> Tensor:
+    def divisor(self, mask: Tensor, weights: Tensor, texts: Tensor) -> Tensor:
         """[] what the sum over slots, which count mask [n,W] and weigh weights [n,W], is divided by."""
         if self.denominator == "texts":
-            return mask.new_tensor(texts)
+            return texts.to(mask)
         return (mask if self.denominator == "slots" else weights).sum()
 
 
-def texts_of(documents: Tensor, loss_mask: Tensor) -> int:
-    """Return the number of texts with training tokens, of which a packed row has several. documents [B,T]."""
-    rows = torch.arange(len(documents), device=documents.device)[:, None] * documents.shape[1]
-    return len((documents + rows)[loss_mask > 0].unique())
+def texts_of(documents: Tensor, loss_mask: Tensor) -> Tensor:
+    """Return the number [] of texts with training tokens. A packed row has several. documents [B,T]; -1: padding."""
+    return torch.zeros_like(loss_mask).scatter_add(1, documents.clamp(min=0), loss_mask).count_nonzero()
 
 
 def pace(losses: Tensor, mask: Tensor, alpha: float) -> Tensor:
@@ -224,7 +223,7 @@ class Candidates:
 class _Slots(TermsJudge):
     """The judge with blocks as rows and slots as steps."""
 
-    def __init__(self, objective: BlockObjective, drafter, teacher_logits, labels: Tensor, slots: Slots, texts: int):
+    def __init__(self, objective: BlockObjective, drafter, teacher_logits, labels: Tensor, slots: Slots, texts: Tensor):
         super().__init__(objective, drafter.vocab, teacher_logits, labels)
         self.weighs = objective
         self.slots, mask, conditional = slots, slots.mask, drafter.conditional

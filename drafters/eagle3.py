@@ -129,11 +129,8 @@ class Eagle3(RecurrentDrafter):
 
 @torch.no_grad()
 def scale_of(target, taps: tuple[int, ...]) -> Tensor:
-    """Return one over the root mean square of each of these hidden states, [F].
-
-    It is rounded to a power of two, so that a weight times it is exact.
-    """
-    return state_sizes(target, taps).log2().round().neg().exp2().repeat_interleave(target.config.hidden)
+    """Return one over the size (`state_sizes`) of each of these hidden states, [F]."""
+    return state_sizes(target, taps).reciprocal().repeat_interleave(target.config.hidden)
 
 
 @torch.no_grad()

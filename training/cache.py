@@ -83,7 +83,7 @@ class FeatureCacheWriter:
             return
         if states is None:
             self.manifest["ends"] = feature_cache.signed(target, ends=True)
-            sizes = state_sizes(target, form.taps).log2().round().exp2().tolist() if form.taps else []
+            sizes = state_sizes(target, form.taps).tolist()
         else:
             sizes = [states.sizes(form.taps)[tap] for tap in form.taps]
         self.manifest["sizes"] = sizes

@@ -46,19 +46,24 @@ def every_token(vocab: int) -> Tensor:
 
 @torch.no_grad()
 def state_sizes(target, taps: tuple[int, ...]) -> Tensor:
-    """Return [len(taps)], the root mean square of these hidden states over `every_token`.
+    """Return [len(taps)], the sizes of these hidden states over `every_token`: see `sizes_of`.
 
     A `TargetEnds` returns the sizes that it was given, and 1 without any.
     """
+    if not taps:
+        return torch.ones(0, device=target.device)
     if isinstance(target, TargetEnds):
         return torch.tensor([target.sizes.get(tap, 1.0) for tap in taps], device=target.device)
     tokens = every_token(target.vocab).to(target.device)[None]
-    return root_mean_square(target(tokens, None, taps=taps)[1].float().unflatten(-1, (len(taps), -1)).flatten(0, 1))
+    return sizes_of(target(tokens, None, taps=taps)[1].float().unflatten(-1, (len(taps), -1)).flatten(0, 1))
 
 
-def root_mean_square(states: Tensor) -> Tensor:
-    """Return the root mean square [count] of states [T,count,H]."""
-    return states.square().mean((0, 2)).sqrt()
+def sizes_of(states: Tensor) -> Tensor:
+    """Return the root mean square [count] of states [T,count,H], rounded to powers of two.
+
+    A weight times a power of two is exact.
+    """
+    return states.square().mean((0, 2)).sqrt().log2().round().exp2()
 
 
 def read_ends(raw: dict, name: str, head: bool) -> ModelConfig:

@@ -102,13 +102,14 @@ class TransformersTarget(LanguageModel):
 
     @override
     def norm_gain(self) -> Tensor:
-        offset = read_ends(self.model.config.to_dict(), self.name, head=True).norm_offset
-        return weight_of(cast(Any, self.model.base_model).norm).to(self.device).float() + offset
+        return self._stored_gain(read_ends(self.model.config.to_dict(), self.name, head=True))
+
+    def _stored_gain(self, config: ModelConfig) -> Tensor:
+        return weight_of(cast(Any, self.model.base_model).norm).to(self.device).float() + config.norm_offset
 
     def take_shape(self, config: ModelConfig) -> None:
         """Take the shape that our own decoder has for a native family, so that fresh drafters are the same."""
-        self.config = config
-        gain = weight_of(cast(Any, self.model.base_model).norm).to(self.device).float() + config.norm_offset
+        self.config, gain = config, self._stored_gain(config)
         self._gain, self._final_scale = gain, gain.square().mean().sqrt()
 
     @torch.inference_mode()

@@ -60,7 +60,7 @@ class LanguageModel(nn.Module):
         raise NotImplementedError
 
     def norm_gain(self) -> Tensor:
-        """Return `final_gain` as the final norm stores it. Raises ValueError if the target does not know it."""
+        """Return the factor [H] of the final norm's own weight. Raises ValueError if it is not known."""
         return self.final_gain()
 
     def final_scale(self) -> Tensor:

@@ -112,6 +112,7 @@ class Target(LanguageModel):
     def _bind_embed(self) -> Callable[[Tensor], Tensor]:
         if self.config.embed_scale is None:
             return self.embed
+        # Rounded from fp32, as transformers does.
         scale = torch.tensor(self.config.embed_scale, dtype=torch.float32).to(self.device, self.dtype)
         return lambda tokens: self.embed(tokens) * scale
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specdec.cli.reading import parse_json
-from specdec.model.ends import every_token, root_mean_square
+from specdec.model.ends import every_token, sizes_of
 from specdec.model.language_model import LanguageModel
 from specdec.model.target import Target
 from specdec.remote import Remote, in_order
@@ -196,8 +196,7 @@ class VllmStates:
         every = self.find(every_token(self.target.vocab).numpy())
         files = [every] if every else [self.file_of(sample.ids) for sample in self.samples[:32]]
         states = torch.cat([self._hidden(file, len(file.ids), taps) for file in files])
-        found = root_mean_square(states.float()).log2().round().exp2().tolist()
-        return dict(zip(taps, found, strict=True))
+        return dict(zip(taps, sizes_of(states.float()).tolist(), strict=True))
 
     # Features
 

@@ -16,7 +16,7 @@ from specdec.drafters.layers import DraftShape, SharedHead, shape_like, start
 from specdec.drafters.recurrent import RecurrentDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import Attend, Attention
-from specdec.model.layers import Freezable, GatedMLP, Linear, ModuleList, NormPair, RMSNorm
+from specdec.model.layers import Freezable, GatedMLP, Linear, ModuleList, NormPair, OffsetRMSNorm, RMSNorm
 
 Function = Callable[..., Tensor]
 
@@ -40,6 +40,13 @@ class Experts:
     kept_groups: int = 1
     shared: int = 0
     shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for numbers that do not go together."""
+        choices = 0 < self.chosen <= self.count and 0 < self.kept_groups <= self.groups
+        if not choices or self.count % self.groups:
+            chosen, groups = f"{self.chosen} of {self.count}", f"{self.kept_groups} of {self.groups}"
+            raise ValueError(f"no token can choose {chosen} experts in {groups} groups")
 
 
 class MoE(nn.Module):
@@ -111,7 +118,8 @@ class MtpForward:
     hidden_first: the projection takes [hidden, embedding] (MiMo) instead of [embedding, hidden] (all others).
     feedback: a head that drafts more than one token feeds back its state after the final norm, 'post' (SGLang,
     transformers, vLLM for MiMo), or before it, 'pre' (vLLM for DeepSeek). blank_first: the embedding at draft position
-    0 is zero (vLLM); elsewhere it is not.
+    0 is zero (vLLM); elsewhere it is not. offset_norms: the weights of norms are stored less 1 (Qwen3-Next). experts:
+    those of the layer's MLP, which is dense if there are none.
     """
 
     hidden_first: bool = False
@@ -121,6 +129,8 @@ class MtpForward:
     qk_norm: bool = False
     gate: bool = False
     rotary_dim: int | None = None
+    offset_norms: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings that do not exist."""
@@ -133,21 +143,22 @@ class MtpForward:
 class MtpLayer(Freezable):
     """One head: z = project([norm(embedding), norm(hidden)]), a pre-norm decoder layer over z."""
 
-    def __init__(self, shape: DraftShape, switches: MtpForward, mlp: nn.Module | None = None):
-        """Build one head. `mlp` replaces the gated MLP of its layer."""
+    def __init__(self, shape: DraftShape, switches: MtpForward):
+        """Build one head."""
         super().__init__()
-        h = shape.hidden
-        self.hidden_first = switches.hidden_first
-        self.embed_norm = RMSNorm(h, shape.eps)
-        self.hidden_norm = RMSNorm(h, shape.eps)
+        h, how = shape.hidden, switches
+        norm = OffsetRMSNorm if how.offset_norms else RMSNorm
+        self.hidden_first = how.hidden_first
+        self.embed_norm = norm(h, shape.eps)
+        self.hidden_norm = norm(h, shape.eps)
         norms = self.embed_norm, self.hidden_norm
         self.norms = NormPair(*(norms[::-1] if self.hidden_first else norms))
         self.project = Linear(2 * h, h, bias=False)
-        self.input_norm = RMSNorm(h, shape.eps)
-        self.attention = Attention(shape, h, switches.qkv_bias, switches.qk_norm, switches.gate, switches.rotary_dim)
-        self.post_norm = RMSNorm(h, shape.eps)
-        self.mlp = mlp or GatedMLP(h, shape.intermediate)
-        self.norm = RMSNorm(h, shape.eps)
+        self.input_norm = norm(h, shape.eps)
+        self.attention = Attention(shape, h, how.qkv_bias, how.qk_norm, how.gate, how.rotary_dim, norm=norm)
+        self.post_norm = norm(h, shape.eps)
+        self.mlp = MoE(h, how.experts) if how.experts else GatedMLP(h, shape.intermediate)
+        self.norm = norm(h, shape.eps)
 
     @override
     def bind(self) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -188,17 +199,15 @@ class Mtp(RecurrentDrafter):
         head: Tensor,
         heads: int = 1,
         forward: MtpForward | None = None,
-        mlp: Callable[[], nn.Module] | None = None,
     ):
         """Build MTP heads over the target's last hidden state.
 
-        tap: the target's number of layers. embedding, head [V,H]: the target's, shared and frozen. mlp: makes the MLP
-        of a layer where it is not the gated one.
+        tap: the target's number of layers. embedding, head [V,H]: the target's, shared and frozen.
         """
         switches = forward or MtpForward()
         super().__init__(shape, (tap,), vocab, embedding, heads, switches.rotary_dim)
         self.switches = switches
-        self.blocks = ModuleList(MtpLayer(shape, switches, mlp() if mlp else None) for _ in range(heads))
+        self.blocks = ModuleList(MtpLayer(shape, switches) for _ in range(heads))
         self.head = SharedHead(head, vocab.ids)
 
     @override

@@ -80,8 +80,7 @@ FAMILIES: dict[Family, tuple[Layout, ...]] = {
         eagle3_layout.MODELOPT,
     ),
     eagle.FAMILY: (eagle.SPECULATORS, vllm.EAGLE, eagle.SGLANG, eagle.PUBLISHED),
-    mtp_inside.FAMILY: (mtp_inside.LAYOUT,),
-    mtp.FAMILY: (mtp.LAYOUT,),
+    mtp.FAMILY: (*mtp_inside.LAYOUTS, mtp.LAYOUT),
     medusa.FAMILY: (vllm.MEDUSA, medusa.LAYOUT),
 }
 MAPS = ("d2t", "t2d", "draft_ids")  # small tensors that `describe` reads
@@ -225,9 +224,10 @@ def load_drafter(
     if not allow_nonfinite:
         checkpoint.refuse_nonfinite()
     if feedback is not None:
-        if checkpoint.family is not mtp_inside.FAMILY:
+        if checkpoint.layout not in mtp_inside.LAYOUTS:
             raise ValueError(f"{path}: its own config says what it feeds back; feedback is for MTP heads in a target")
-        checkpoint = replace(checkpoint, meaning=replace(cast(Any, checkpoint.meaning), feedback=feedback))
+        meaning = cast(Any, checkpoint.meaning)
+        checkpoint = replace(checkpoint, meaning=replace(meaning, forward=replace(meaning.forward, feedback=feedback)))
     drafter = checkpoint.construct(target)
     for doubt in checkpoint.doubts:
         warnings.warn(f"{path}: {doubt}", stacklevel=2)
@@ -268,7 +268,7 @@ def _without_a_layout(path: "str | os.PathLike | PreTrainedModel", target, allow
         return named
     folder = resolve(path)
     config, held = text_config(read_json(folder / "config.json")), read_headers(folder)
-    more = any(layout.recognise(config, held) for layout in (mtp_inside.LAYOUT, pard.LAYOUT))  # than a language model
+    more = any(layout.recognise(config, held) for layout in (*mtp_inside.LAYOUTS, pard.LAYOUT))  # than a language model
     if more or not draft_model.is_language_model(config, held):
         return None
     return draft_model.create(target, path=path, allow_nonfinite=allow_nonfinite)

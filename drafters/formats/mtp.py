@@ -21,7 +21,7 @@ from specdec.drafters.formats.parts import (
     shape_fields,
 )
 from specdec.drafters.layers import DraftShape
-from specdec.drafters.mtp import Mtp, MtpForward, MtpLayer
+from specdec.drafters.mtp import Experts, Mtp, MtpForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 from specdec.schema import check
@@ -47,16 +47,8 @@ class MtpMeaning(Meaning):
     taps: tuple[int, ...] | None = None  # None: the last hidden state
 
 
-def head_parameters(block: MtpLayer, prefix: str, layer: str, names: dict[str, str]) -> Tensors:
-    """Map the tensors of one head to modules. layer: the prefix of its decoder layer; names: as `NAMES`."""
-    out = whole(block.input_norm, f"{layer}.input_layernorm") | layer_parameters(block, layer)
-    for ours, theirs in names.items():
-        out |= whole(block.get_submodule(ours), f"{prefix}.{theirs}")
-    return out
-
-
 class MtpFamily(Family):
-    """Define the family of multi-token prediction (MTP) heads that are stored in a folder of their own."""
+    """Define the family of multi-token prediction (MTP) heads."""
 
     objective = "mtp"
     title, noun = "MTP", "an MTP head"
@@ -73,7 +65,10 @@ class MtpFamily(Family):
     def parameters(self, drafter: Mtp) -> Tensors:
         out: Tensors = {}
         for i, block in enumerate(drafter.blocks):
-            out |= head_parameters(block, f"{PREFIX}.{i}", f"{PREFIX}.{i}", NAMES)
+            head = f"{PREFIX}.{i}"
+            out |= whole(block.input_norm, f"{head}.input_layernorm") | layer_parameters(block, head)
+            for ours, theirs in NAMES.items():
+                out |= whole(block.get_submodule(ours), f"{head}.{theirs}")
         return out
 
     @override
@@ -89,13 +84,16 @@ class MtpFamily(Family):
             if how.hidden_first
             else "[norm(embedding), norm(hidden)], the embedding first"
         )
+        experts = how.experts
         return describe_shape(meaning.shape) | {
+            "experts": f"{experts.chosen} of {experts.count} for each token" if experts else "none",
             "heads": f"{meaning.heads}; level l is drafted by head l, further levels by the last",
             "taps": "hidden_states[N], the last one, after the final norm",
             "projection input": order,
             "feedback": f"the hidden state {WORDS[how.feedback]}",
             "position 0": "embedding blanked" if how.blank_first else "embedding as everywhere",
             "biases": "q, k, v" if how.qkv_bias else "none",
+            "norms": "weights stored less 1" if how.offset_norms else "weights as they are",
             "head": "the target's, after the head's own final norm",
             "vocabulary": describe_ids(tensors, meaning.vocab),
             "embedding": "the target's",
@@ -122,9 +120,13 @@ class MtpFamily(Family):
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[MtpMeaning, Tensors]:
     """What a checkpoint means. A config without `mtp` is MiMo's own, where the hidden state comes first."""
-    check(MtpForward, config.get("mtp", {}), f"{name}: config.json: mtp")
+    stated = dict(config.get("mtp", {"hidden_first": True}))
+    check(MtpForward, stated, f"{name}: config.json: mtp")
     try:
-        how = MtpForward(**config.get("mtp", {"hidden_first": True}))
+        if stated.get("experts"):
+            check(Experts, stated["experts"], f"{name}: config.json: mtp.experts")
+            stated["experts"] = Experts(**stated["experts"])
+        how = MtpForward(**stated)
     except TypeError as error:
         raise ValueError(f"{name}: config.json's mtp field does not fit: {error}") from None
     if not isinstance(config.get("vocab_size"), int):

@@ -32,14 +32,14 @@ def rms_norm(weight: Tensor, eps: float, offset: bool = False) -> Callable[..., 
 
 
 def norm_pair(first: Norm, second: Norm) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function of x and y [...,H] that gives their norms side by side [...,2H]."""
-    weights, eps = (first.weight, second.weight), (first.eps, second.eps)
-    if kernel := kernel_for("norm_pair", first.weight):
+    """Return the function of x and y [...,H] that gives their norms side by side [...,2H]. Both are of one kind."""
+    weights, eps, offset = (first.weight, second.weight), (first.eps, second.eps), first.offset
+    if not offset and (kernel := kernel_for("norm_pair", first.weight)):
         return lambda x, y: kernel(x, y, weights, eps)
-    if native.serves(first.weight) and native.serves(second.weight):
+    if not offset and native.serves(first.weight) and native.serves(second.weight):
         pair = native.operator("norm_pair")
         return lambda x, y: pair(x, y, *weights, *eps)
-    of_x, of_y = map(reference, weights, eps)
+    of_x, of_y = (reference(each.weight, each.eps, offset) for each in (first, second))
     return lambda x, y: torch.cat([of_x(x), of_y(y)], dim=-1)
 
 

@@ -18,7 +18,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
 
 from specdec import Engine, load_target
 from specdec.drafters import mtp
-from specdec.drafters.formats import load_drafter, mtp_inside
+from specdec.drafters.formats import as_saved, load_drafter, mtp_inside, save_drafter
+from specdec.drafters.formats.mtp import FAMILY, NAMES
 from specdec.model.rope import Rope
 from specdec.trees import Chain, DynamicTree
 
@@ -41,7 +42,9 @@ def stand_in(embed: torch.Tensor, head: torch.Tensor):
 
 def build(config: dict, tensors: dict[str, torch.Tensor], target):
     """The MTP heads that a target's checkpoint holds."""
-    return mtp_inside.FAMILY.construct(*mtp_inside.read(config, tensors, "it"), target, "it")
+    layout = next(one for one in mtp_inside.LAYOUTS if any(one.wants(config, name) for name in tensors))
+    wanted = {name: tensor for name, tensor in tensors.items() if layout.wants(config, name)}
+    return FAMILY.construct(*layout.read(config, wanted, "it"), target, "it")
 
 
 def glm():
@@ -126,7 +129,7 @@ def test_mimo_puts_the_hidden_state_first():
     main = qwen2().eval()
     target = stand_in(main.get_input_embeddings().weight, main.lm_head.weight)
     theirs = {name.removeprefix(f"model.layers.{LAYERS}."): w for name, w in published(mtp_head(main)).items()}
-    names = {mtp_inside.PARTS["deepseek"][part]: name for part, name in mtp_inside.PARTS["mimo"].items()}
+    names = {theirs: NAMES[part] for part, theirs in mtp_inside.KINDS["deepseek"][2].items()}
     mimo = {f"{MIMO}.{names.get(n.removesuffix('.weight'), n)}": w for n, w in theirs.items()}
     mimo = {n if n.endswith((".weight", ".bias")) else f"{n}.weight": w for n, w in mimo.items()}
     project = f"{MIMO}.input_proj.weight"
@@ -159,13 +162,18 @@ def test_qwen3_next_head_equals_its_layer(dense):
     for name, value in head.state_dict().items():
         tensors |= one_by_one(f"mtp.{name}", value)
     embed = torch.randn(V, H)
-    drafter = build(config.to_dict() | CONFIG, tensors, stand_in(embed, torch.randn(V, H)))
+    target = stand_in(embed, torch.randn(V, H))
+    drafter = build(config.to_dict() | CONFIG, tensors, target)
     feats, tokens = torch.randn(1, 9, H), torch.randint(V, (1, 9))
     x = [head["pre_fc_norm_embedding"](embed[tokens]), head["pre_fc_norm_hidden"](feats)]
     rope = Qwen3NextRotaryEmbedding(config)(feats, torch.arange(9)[None])
     mask = torch.zeros(1, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), -torch.inf)
     expected = head["norm"](head["layers"][0](head["fc"](torch.cat(x, -1)), rope, attention_mask=mask))
-    torch.testing.assert_close(absorb(drafter, feats, tokens).hidden[0, 0], expected[0, -1], rtol=1e-4, atol=1e-4)
+    hidden = absorb(drafter, feats, tokens).hidden
+    torch.testing.assert_close(hidden[0, 0], expected[0, -1], rtol=1e-4, atol=1e-4)
+    layout, config, tensors = as_saved(drafter)
+    again = FAMILY.construct(*layout.read(config, tensors, "it"), target, "it")
+    assert torch.equal(absorb(again, feats, tokens).hidden, hidden)
 
 
 def mimo_folder(folder):
@@ -188,7 +196,7 @@ def glm_folder(folder):
 @pytest.mark.parametrize("feedback", [None, "pre"])
 @pytest.mark.parametrize("make", [mimo_folder, glm_folder])
 def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
-    """One folder is target and drafter, and the text is plain decoding's."""
+    """One folder is target and drafter, the text is plain decoding's, and the head can be saved in its own folder."""
     torch.manual_seed(0)
     make(tmp_path / "model")
     target = load_target(tmp_path / "model", tokenizer=False)
@@ -198,6 +206,10 @@ def test_a_target_drafts_with_its_own_head(make, feedback, tmp_path):
     engines = (Engine(target, *parts) for parts in ((), (drafter, Chain(3)), (drafter, DynamicTree(3, 3, 9))))
     plain, chain, tree = (texts_of(engine, [[3, 5, 7], [1, 2]], max_new_tokens=30) for engine in engines)
     assert plain == chain == tree
+    save_drafter(drafter, tmp_path / "head", target)
+    again = load_drafter(tmp_path / "head", target)
+    assert again.switches == drafter.switches
+    assert all(map(torch.equal, again.parameters(), drafter.parameters()))
 
 
 @pytest.mark.parametrize(

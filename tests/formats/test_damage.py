@@ -151,7 +151,7 @@ def test_an_mtp_head_inside_a_target_is_inspected(tmp_path):
     assert inspect(written(tmp_path / "whole", config, tensors))["problems"] == []
     for name, words in (
         (f"{at}.mlp.up_proj.weight", "is missing"),
-        (f"{at}.self_attn.q_proj.weight", "lacks the tensor"),
+        (f"{at}.self_attn.q_proj.weight", "is missing"),
     ):
         folder = written(tmp_path / name, config, without(tensors, name))
         assert words in inspect(folder)["problems"][0]

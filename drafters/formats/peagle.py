@@ -1,7 +1,7 @@
 """P-EAGLE: what its checkpoints mean, and the layouts of SpecForge, of vLLM's `speculators`, and ours.
 
 Names of the tensors are EAGLE-3's (`formats/eagle3.py`), with layers.1.* and so on for the layers after the first,
-`mask_hidden` [F], and an embedding of the head's own.
+`mask_hidden` [1,1,F], and an embedding of the head's own.
 
 Traps: SpecForge's config states neither the mask token nor how many tokens are drafted. Every mask row is alike, so any
 number can be drafted, but only so many were trained. `mask_hidden` is in the order of the taps, as columns of `fc` are.
@@ -62,7 +62,7 @@ class PEagleFamily(Eagle3Family):
         out = super().parameters(drafter)
         for i, layer in enumerate(drafter.upper, start=1):
             out |= whole(layer.input_norm, f"layers.{i}.input_layernorm") | layer_parameters(layer, f"layers.{i}")
-        return out | {EMBEDDING: drafter.embedding, MASK: drafter.mask_hidden}
+        return out | {EMBEDDING: drafter.embedding, MASK: drafter.mask_hidden.view(1, 1, -1)}
 
     @override
     def make(self, meaning: Any, taps: tuple[int, ...], vocab: DraftVocab, embedding: Tensor, head: Tensor):
@@ -132,20 +132,8 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
     """Read a P-EAGLE head. Raise ValueError if the config lacks `mask_token_id`."""
-    tensors = from_file(tensors)
-    meaning, tensors = eagle3_layout.read(config, tensors, name)
+    meaning, tensors = eagle3_layout.read(config, renamed(tensors, "layers.0.", "midlayer."), name)
     return completed(meaning, tensors, config.get("mask_token_id"), config.get("block_size"), name), tensors
-
-
-def from_file(tensors: Tensors) -> Tensors:
-    """The names and shapes in a file -> ours."""
-    tensors = renamed(tensors, "layers.0.", "midlayer.")
-    return tensors | ({MASK: tensors[MASK].flatten()} if MASK in tensors else {})
-
-
-def to_file(tensors: Tensors) -> Tensors:
-    """Return the tensors under the names and shapes of a file, the reverse of `from_file`."""
-    return renamed(tensors, "midlayer.", "layers.0.") | {MASK: tensors[MASK].view(1, 1, -1)}
 
 
 def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block: int | None, name: str):
@@ -168,7 +156,7 @@ def write_own(
         "mask_token_id": meaning.mask_token,
         "block_size": meaning.block,
     }
-    return config, to_file(tensors)
+    return config, renamed(tensors, "midlayer.", "layers.0.")
 
 
 def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
@@ -176,7 +164,7 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleM
     shared = {key: tensor for key, tensor in tensors.items() if not key.startswith("layers.") or "layers.0." in key}
     meaning, first = speculators.read(config, shared, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    tensors = from_file({key: tensor for key, tensor in tensors.items() if key not in shared} | first)
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in shared} | first
     return completed(meaning, tensors, config.get("mask_token_id"), methods[0].get("speculative_tokens"), name), tensors
 
 
@@ -188,7 +176,7 @@ def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFa
     config |= speculators.speculators_fields("peagle", "PEagleDraftModel", target, meaning.block)
     config |= {"mask_token_id": meaning.mask_token, "embed_requires_grad": True}
     config["transformer_layer_config"]["num_hidden_layers"] = meaning.layers
-    return config, to_file(tensors)
+    return config, renamed(tensors, "midlayer.", "layers.0.")
 
 
 OWN = Layout(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from golden_blocks import GOLDEN, golden_heads
-from helpers import DRAFTERS, LEARNERS, PARALLEL, edit_config, tiny_parallel, tiny_target
+from helpers import DRAFTERS, LEARNERS, PARALLEL, edit_config, edit_tensors, tiny_parallel, tiny_target
 from published import CONFIG, LAYERS, PUBLISHED, H, V, make_target, publish, random_tensors, without, written
 from safetensors.torch import load_file
 
@@ -135,7 +135,7 @@ def test_converted_and_back_bit_for_bit(case, to, tmp_path):
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind", [*LEARNERS, *PARALLEL, "dflash", "dspark"])
 def test_what_is_saved_is_loaded_and_not_drawn_first(kind, tmp_path):
-    """Of large heads that would take seconds. Nothing is left in doubt, and nothing is found wrong."""
+    """Of large heads that would take seconds. Nothing is in doubt or wrong, and NaN in any tensor would be found."""
     target = tiny_target()
     saved = tiny_parallel(target, kind) if kind in PARALLEL else DRAFTERS[kind](target)
     save_drafter(saved, tmp_path / "it", target)
@@ -151,6 +151,14 @@ def test_what_is_saved_is_loaded_and_not_drawn_first(kind, tmp_path):
     if "pard" not in kind:  # a language model, which decodes
         with pytest.raises(ValueError, match=r"it is a drafter \(\w+\), not a target: give it as the draft"):
             load_target(tmp_path / "it")
+    tensors = load_file(tmp_path / "it" / "model.safetensors")
+    weights = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    for tensor in weights.values():
+        tensor.view(-1)[0] = torch.nan
+    edit_tensors(tmp_path / "it", **weights)
+    for headers in (True, False):
+        found = open_checkpoint(tmp_path / "it", headers).nonfinite
+        assert sorted(sentence.split()[0] for sentence in found) == sorted(weights)
 
 
 def test_what_a_layout_cannot_say_is_refused(tmp_path):

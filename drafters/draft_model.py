@@ -58,10 +58,7 @@ class DraftModel(Drafter):
 
     def _absorb(self, cache: KVCache, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False) -> DraftState:
         last = (n - 1).clamp(min=0)  # n is 0 for rows that are finished: their state does not matter
-        # A position alone says what it sees: without that a row's length would be taken to be `cache.max_len`.
-        alone = tokens.shape[1] == 1 and not prefill
-        itself = tokens.new_ones(len(tokens), 1, 1, dtype=torch.bool) if alone else None
-        logits, _ = self.model(self._known(tokens), cache, ancestors=itself, last=last, prefill=prefill)
+        logits, _ = self.model(self._known(tokens), cache, last=last, prefill=prefill)
         cache.advance(n, max_len)
         return self._state(logits)
 

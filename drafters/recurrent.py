@@ -91,9 +91,7 @@ class RecurrentDrafter(CachedDrafter):
         self, cache: KVCache, feats: Features, tokens: Tensor, n: Tensor, max_len: int, prefill: bool = False
     ) -> DraftState:
         count = tokens.shape[1]
-        # A position alone says what it sees: without that a row's length would be taken to be `cache.max_len`.
-        itself = tokens.new_ones(len(tokens), 1, 1, dtype=torch.bool) if count == 1 and not prefill else None
-        view = CacheView(cache, count, itself, self.shape.heads // self.shape.kv_heads, prefill=prefill)
+        view = CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
         positions = cache.lens[:, None] + cache.places[:count]
         feats = feats.to(self.embedding.dtype)  # the drafter's may be narrower than the target's
         rope, hidden = self.rope(positions), self.fuse(feats.flatten(0, 1))

@@ -153,14 +153,14 @@ def _generate(
     check_types(tree=tree, adaptive=adaptive, **given)
     check_prompts(prompts, "generate(target, prompts, drafter)")
     check_drafter(drafter)
-    given["sampling"] = as_sampling(given["sampling"], {n: value for n, value in words.items() if value is not None})
+    given["sampling"] = as_sampling(given["sampling"], words)
     shape = {name: given.pop(name) for name in WORDS}
     how = {name: given.pop(name) for name in ("children", "graphs", "compile")}
     verifier = as_verifier(given.pop("verifier"))
     target = as_target(target)
     drafter = as_drafter(drafter, target)
     parts: Any = target, drafter, as_tree(tree, drafter, **shape), verifier
-    if isinstance(adaptive, str) and drafter is not None:
+    if isinstance(adaptive, str):
         rows = len(as_prompts(prompts))
         asked = per_row(given["sampling"], rows, "sampling")
         workload, how["temperature"] = Workload(rows, together=True), max(s.temperature if s else 0.0 for s in asked)

@@ -148,13 +148,14 @@ def as_sampling(
 ) -> Sampling | list[Sampling] | None:
     """The sampling as it is or by the fields of `Sampling`. Raises ValueError for both at once or a wrong field."""
     known = {f.name: f for f in fields(Sampling)}
+    if unknown := [name for name in words if name not in known]:
+        raise ValueError(f"there is no setting {unknown[0]}; there is {nearest(unknown[0], [*known, *REQUEST])}")
+    words = {name: plain(value) for name, value in words.items() if value is not None}
     for name, value in words.items():
-        if name not in known:
-            raise ValueError(f"there is no setting {name}; there is {nearest(name, [*known, *REQUEST])}")
-        check_value(known[name], plain(value), name)
+        check_value(known[name], value, name)
     if words and sampling is not None:
         raise ValueError(f"{next(iter(words))} is a part of sampling: give one of the two")
     given = sampling if isinstance(sampling, list | tuple) else [sampling]
     if sampling is not None and not all(isinstance(one, Sampling) for one in given):
         raise ValueError(f"sampling must be a Sampling or a list of them, got {shown(sampling)}")
-    return Sampling(**{name: plain(value) for name, value in words.items()}) if words else sampling
+    return Sampling(**words) if words else sampling

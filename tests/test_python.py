@@ -157,6 +157,7 @@ def test_a_tree_by_its_numbers(pair):
     assert len({tuple(one.rows[0].tokens) for one in same}) == 1
     assert {one.steps for one in same} == {3}
     assert specdec.generate(target, HI, drafter, topk=1, max_new_tokens=4).steps == 5
+    assert specdec.answer(specdec.Engine(target), HI, max_new_tokens=4, temperature=None, top_p=None).tau == 1
     listed = how | {"max_new_tokens": [np.int64(8)], "seed": [(np.int64(3), 0)]}
     assert specdec.generate(target, [HI], **listed).rows[0].tokens == list(same.pop().rows[0].tokens)
     both = specdec.generate(target, [HI] * 2, drafter, sampling=(Sampling(), Sampling(0.5)), adaptive="table:1=1")

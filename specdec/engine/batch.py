@@ -70,6 +70,7 @@ class Batch:
         self.price = 0.0 if widths else PRICE if compact else float("inf")
         self.tensors = BatchTensors(round_, rows, room, self.captures)
         self.cache, self.device = self.tensors.cache, round_.target.device
+        self.cache.exact = not self.captures and (not overlap or round_.path == 1)  # then every row grows by one token
         self.graphs: dict[tuple, Graph] = {}  # captured rounds by bucket, kind of settings, reads and levels
         self.reads = Reads.LOGITS  # what is read of rounds
         self.begin(clock, adaptive)
@@ -78,7 +79,8 @@ class Batch:
         """Drop all sequences. continuous: sequences will join and leave while others decode."""
         # Where sequences join captured rounds, there are two programs at least, and not one for each temperature.
         self.clock, self.table = clock, continuous and self.captures
-        self.controller = None if adaptive is None else Controller(adaptive, self.round.drafter)
+        drafter, tree = self.round.drafter, self.round.policy
+        self.controller = None if adaptive is None else Controller(adaptive, drafter, tree.steps)
         self.sequences: list[Sequence] = []
         self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
         self.decoding = 0  # rows that still decode on the device; without overlap the host maintains it
@@ -238,9 +240,6 @@ class Batch:
         most: levels of the tree, 0 for a plain round; None for all.
         """
         tensors, reads = self.tensors, self.reads
-        # Without a mask a single row's only position would take `max_len` for the exact length.
-        inexact = self.captures or (self.overlap and (most == 0 or self.controller is not None))
-        itself = tensors.itself if inexact else None
         eos: Any = settings.eos
 
         def run(bound: int) -> RoundReport:
@@ -250,7 +249,7 @@ class Batch:
                 levels = proposed if levels is None else torch.minimum(proposed, levels)
             if levels is not None and planned is not None:
                 levels = levels.clamp(max=planned)
-            played = tensors.root, tensors.state, self.cache, tensors.active, settings, itself, levels, most
+            played = tensors.root, tensors.state, self.cache, tensors.active, settings, levels, most
             root, state, report = self.round.play(*played, self.controller)
             if self.overlap:
                 tensors.settle(eos, report.emission.tokens, report.emission.counts)

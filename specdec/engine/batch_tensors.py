@@ -40,7 +40,6 @@ class BatchTensors:
         self.all_roots = torch.zeros(rows, dtype=torch.int64, device=device)
         self.all_active = torch.zeros(rows, dtype=torch.bool, device=device)
         self.all_left = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.all_ones = torch.ones(rows, 1, 1, dtype=torch.bool, device=device)
         self.all_states: DraftState | None = None
         self.kinds: dict[tuple, RoundSettings] = {}  # by `kind`: settings whose tensors captured rounds read
         self.kind: tuple = ()
@@ -60,7 +59,6 @@ class BatchTensors:
         """Work on the first `rows` rows."""
         self.active = self.all_active[:rows]  # [W] which rows still decode
         self.left = self.all_left[:rows]  # [W] how many tokens each row may still add
-        self.itself = self.all_ones[:rows]  # [W,1,1] the mask of a plain round's only position
         if self.fixed:
             self.cache.use(0, rows)
             if self.draft_cache is not None:

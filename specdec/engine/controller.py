@@ -29,9 +29,9 @@ MOST_PARTS = 256  # more parts are merged into one
 class Controller:
     """Asks a policy about the rounds of one batch."""
 
-    def __init__(self, policy: Policy, drafter: Any):
-        """Let a policy choose the trees of the rounds for which this drafter drafts."""
-        self.policy, self.drafter = policy, drafter
+    def __init__(self, policy: Policy, drafter: Any, most: int):
+        """Let a policy choose the trees of the rounds for which this drafter drafts, of `most` levels at most."""
+        self.policy, self.drafter, self.most = policy, drafter, most
         # Whether plain rounds leave their positions for later. Such a drafter stores nothing of positions but a cache.
         # Other drafters, and those that look tokens up, absorb a position at little cost.
         self.defers = drafter.capturable and drafter.cache is not None and not drafter.abstains
@@ -48,6 +48,8 @@ class Controller:
         """
         live = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
         levels, others = self.policy.plan(len(live)), []
+        if not 0 <= levels <= self.most:
+            raise ValueError(f"the policy {self.policy.name} plans {levels} levels: the tree has {self.most}")
         if any(sequences[i].steps is not None for i in live):
             limits = {i: sequences[i].steps for i in live}
             asked = {i: levels if most is None else min(most, levels) for i, most in limits.items()}

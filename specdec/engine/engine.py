@@ -182,18 +182,14 @@ class Engine:
         return loop.next()
 
     def _admit(self) -> RoundReport:
-        batch, reading = self.loop.batch, self.loop.batch.reading
+        batch = self.loop.batch
         joining = self.waiting[: batch.free()]
-        several = len(joining) > 1
-        if reading is not None:
-            if reading.wants(joining[0], several):
-                self.read_part = True
-                reading.read(joining[0])
+        if batch.reading is not None:
+            joining, read = batch.reading.ready(joining)
+            self.read_part |= read
+            if not joining:
                 batch.clock.mark("prefill")
-                if reading.wants(joining[0], several):
-                    return RoundReport(clock=batch.clock, prefill=True)
-            alone = next((place for place, s in enumerate(joining) if reading.apart(s, several)), len(joining))
-            joining = joining[: max(alone, 1)]  # a prompt that was read in parts joins alone
+                return RoundReport(clock=batch.clock, prefill=True)
         self.loop.admit(joining)
         self.waiting = self.waiting[len(joining) :]  # not before: if a prefill fails, they wait on
         emitted = [sequence.tokens[:] for sequence in joining]

@@ -130,7 +130,20 @@ class Reading:
         self.feats: list[Tensor] = []
         self.logits: Tensor | None = None
 
-    def apart(self, sequence: Sequence, several: bool) -> bool:
+    def ready(self, waiting: list[Sequence]) -> tuple[list[Sequence], bool]:
+        """Return which of the first waiting sequences join now, and whether a part of the first prompt was read.
+
+        None joins while more of that prompt is to be read. A prompt that was read in parts joins alone.
+        """
+        first, several = waiting[0], len(waiting) > 1
+        if read := self._wants(first, several):
+            self.read(first)
+            if self._wants(first, several):
+                return [], True
+        alone = next((place for place, s in enumerate(waiting) if self._apart(s, several)), len(waiting))
+        return waiting[: max(alone, 1)], read
+
+    def _apart(self, sequence: Sequence, several: bool) -> bool:
         """Return whether a prompt is read here: it is longer than a part, or begins like an earlier one.
 
         several: others could be read together with it, which is worth more than a small part of it.
@@ -140,9 +153,9 @@ class Reading:
         found = None if self.prefixes is None else self.prefixes.find(sequence.prompt)
         return found is not None and (not several or 2 * found[1] >= len(sequence.prompt))
 
-    def wants(self, sequence: Sequence, several: bool) -> bool:
+    def _wants(self, sequence: Sequence, several: bool) -> bool:
         """Return whether the prompt is to be read here and has not been read yet."""
-        return self.logits is None if self.sequence is sequence else self.apart(sequence, several)
+        return self.logits is None if self.sequence is sequence else self._apart(sequence, several)
 
     def read(self, sequence: Sequence) -> None:
         """Read the next part of a prompt, its first one if another was read before."""
@@ -155,8 +168,7 @@ class Reading:
         first, over = self.done == 0, self.done + len(part) == len(sequence.prompt)
         tokens = torch.tensor([part], device=self.cache.lens.device)
         n = torch.tensor([len(part)], device=tokens.device)
-        itself = tokens.new_ones(1, 1, 1, dtype=torch.bool) if len(part) == 1 else None
-        how = {"taps": self.taps, "last": n - 1, "logits": over, "prefill": first, "ancestors": itself}
+        how = {"taps": self.taps, "last": n - 1, "logits": over, "prefill": first}
         self.logits, feats = self.target(tokens, self.cache, **how)
         self.done += len(part)
         self.cache.advance(n, self.done)

@@ -172,7 +172,6 @@ class Round:
         cache: KVCache,
         active: Tensor,
         settings: RoundSettings,
-        itself: Tensor | None = None,
         levels: Tensor | None = None,
         most: int | None = None,
         controller: Controller | None = None,
@@ -181,7 +180,6 @@ class Round:
 
         root: [B], the last token of each row, which the target has not seen.
         active: [B] bool.
-        itself: ones [B,1,1], the mask of a plain round's only position, where `cache.max_len` is not exact.
         levels: [B], as `proposed` returns them, so that a row does not depend on its neighbours.
         most: their maximum, on the host; 0 plays a plain round.
         controller: the policy has chosen `most`, and may leave out nodes of the tree.
@@ -201,7 +199,7 @@ class Round:
                 tree = controller.cut(tree, before)
             clock.mark("draft")
         if tree is None:
-            feats, n, report = self._decode(root, cache, active, settings, itself)
+            feats, n, report = self._decode(root, cache, active, settings)
         else:
             feats, n, report = self._verify(tree, cache, active, settings, noise, levels)
         emission = report.emission
@@ -253,10 +251,10 @@ class Round:
         return feats, n, report
 
     def _decode(
-        self, root: Tensor, cache: KVCache, active: Tensor, settings: RoundSettings, itself: Tensor | None
+        self, root: Tensor, cache: KVCache, active: Tensor, settings: RoundSettings
     ) -> tuple[Tensor | None, Tensor, RoundReport]:
         """Verify the root alone, as `_verify` does: each row emits one token."""
-        logits, feats = self.target(root[:, None], cache, ancestors=itself, taps=self.taps)
+        logits, feats = self.target(root[:, None], cache, taps=self.taps)
         n = active.long()
         token = self._draw(logits, n, settings, cache.lens)
         cache.advance(n, cache.max_len + 1)

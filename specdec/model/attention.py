@@ -58,8 +58,7 @@ class CacheView:
     `window` or more positions before the new one. Scratch slots before `offset` are assumed to be as deep as the new
     ones.
 
-    The rows of a prefill are empty, so it attends to its own positions only. A single causal position of a single row
-    reads `max_len` slots without a mask: there, in plain decoding, `max_len` must be exact.
+    The rows of a prefill are empty, so it attends to its own positions only.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class CacheView:
         if not prefill:
             self.attention, self.seen = tree_attention(
                 cache.layers[0], cache.lens, cache.places, n, offset + n, ancestors, depth, cache.max_len, groups,
-                self.window, scale,
+                self.window, scale, cache.exact,
             )  # fmt: skip
 
     def layer(self, index: int) -> "CacheView":

@@ -27,6 +27,7 @@ class KVCache:
     engine tightens `max_len` when it reads them.
     """
 
+    exact = False  # `max_len` is the length of the only row, not just a bound: a single position needs no mask
     captured = False  # rounds that use it are captured, so operators alone may compute with its contents
 
     def __init__(self, layers: int, rows: int, slots: int, kv_heads: int, head_dim: int, *, like: Tensor):

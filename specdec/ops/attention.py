@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
 def tree_attention(
     memory: Tensor, lens: Tensor, places: Tensor, n: int, nodes: int, ancestors: Tensor | None, depth: Tensor | None,
-    bound: int, groups: int, window: int | None, scale: float | None,
+    bound: int, groups: int, window: int | None, scale: float | None, exact: bool = False,
 ) -> tuple[Callable[[Tensor, Tensor, Tensor], Tensor], Seen | None]:  # fmt: skip
     """Return the attention of n new positions as a function, and what our own operators take of the positions.
 
@@ -42,8 +42,8 @@ def tree_attention(
     None where our own operators do not serve.
 
     memory [2,B,S,K,Dh]: keys and values of a layer. lens [B]: committed slots. places: 0 to S - 1, of which the last n
-    before `nodes`, the number of scratch slots in use, are those of the positions. bound: at least the largest of lens.
-    ancestors, depth, groups, window, scale: see `CacheView`.
+    before `nodes`, the number of scratch slots in use, are those of the positions. bound: at least the largest of lens,
+    with `exact` the length of the only row. ancestors, depth, groups, window, scale: see `CacheView`.
     """
     _, batch, slots, _, dim = memory.shape
     if kernel := kernel_for("tree_attention", memory):
@@ -54,7 +54,7 @@ def tree_attention(
         operator = native.operator("tree_attention")
         return lambda q, keys, values: operator(q, keys, values, *seen), seen
     first, visible, mask = 0, min(bound + nodes, slots), None
-    if n == 1 and ancestors is None and batch == 1:
+    if exact and n == 1 and ancestors is None and batch == 1:
         first = visible - (window or visible)
     else:
         own = places[nodes - n : nodes]

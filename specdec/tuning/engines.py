@@ -16,7 +16,6 @@ from specdec import ops, own
 from specdec.acceptance import Acceptance
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Draft, Fixed, Policy
-from specdec.engine.compatibility import over_block
 from specdec.engine.engine import Engine
 from specdec.engine.graphs import widths_up_to
 from specdec.engine.report import Reads
@@ -194,11 +193,10 @@ def adaptive_engine(
     recalibrate: measure costs even if they are cached.
     """
     kind, _ = parts_of(name)
-    tree = over_block(drafter, tree)  # as the engine does: a tree has no levels beyond the block
     engine = Engine(target, drafter, tree, *given, adaptive=Probe(kind, cuts=kind == Survival.name), **how)
     if not workload.together:
         prepare(engine, workload)
-    costs = partial(engine_costs, engine, workload, recalibrate)
+    costs, tree = partial(engine_costs, engine, workload, recalibrate), engine.policy  # of no more levels than a block
     engine.adaptive = make_policy(name, costs, kinds_of(tree), first_rates(drafter.acceptance, tree, temperature))
     return engine
 

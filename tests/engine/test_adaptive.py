@@ -8,6 +8,7 @@ from helpers import DRAFTERS, come_and_go, finish, job, tiny_drafter, tiny_targe
 from policies import Restless
 from tape import Tape
 
+import specdec
 from specdec.engine.adaptive import Draft, Fixed, Outcome
 from specdec.engine.controller import Controller
 from specdec.engine.engine import Engine
@@ -328,6 +329,12 @@ def test_a_plain_round_asks_no_drafter_for_proposals(target, monkeypatch):
 def test_what_does_not_go_together(target):
     with pytest.raises(ValueError, match="without a drafter"):
         Engine(target, adaptive=Restless(3))
+    with pytest.raises(ValueError, match="without a drafter"):
+        specdec.generate(target, "Hi", adaptive="ema")
+    for levels in (-1, 4):
+        engine = Engine(target, tiny_drafter(target), Chain(3), adaptive=Fixed(levels))
+        with pytest.raises(ValueError, match=f"fixed plans {levels} levels: the tree has 3"):
+            engine.generate([[3, 5, 7]])
     for how in ({"compile": True}, {"graphs": Tape()}):
         with pytest.raises(ValueError, match="without graphs and compiling"):
             Engine(target, tiny_drafter(target), Chain(3), adaptive=Restless(3), **how)

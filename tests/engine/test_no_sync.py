@@ -42,7 +42,7 @@ def run_rounds(engine: Engine, samplings: str) -> None:
     for guard in (nullcontext(), NoHostSync()):  # shallower trees are made once
         with guard:
             for levels, most in ((None, None), (few, None), (few, 1)) if engine.drafter else ((None, None),) * 2:
-                played = engine.round.play(root, state, batch.cache, active, batch.tensors.settings, None, levels, most)
+                played = engine.round.play(root, state, batch.cache, active, batch.tensors.settings, levels, most)
                 root, state, _ = played
             batch.tensors.store(root, state)
             batch.launch(batch.cache.max_len, ())

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specdec.model.attention import CacheView
+from specdec.model.cache import KVCache
 from specdec.ops.attention import attend_causal, attend_grouped
 
 
@@ -43,3 +45,16 @@ def test_memory_of_a_prompt_in_fp32_grows_with_its_length(window):
     assert held < 16 * 4096 * 4096 * 4 / 4, "as much as a quarter of all scores"
     wanted = attend_causal(q.cpu().double(), k.cpu().double(), v.cpu().double(), window)
     torch.testing.assert_close(out.cpu().double(), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loose_bound_of_the_length_hides_the_free_slots(dtype):
+    """The only position of the only row too: `max_len` may lie above its length."""
+    cache = KVCache(1, 1, 32, 2, 8, like=torch.zeros(0, dtype=dtype))
+    q, k, v = (torch.randn(1, 1, 2, 8).to(dtype) for _ in "qkv")
+    cache.memory[0].normal_()
+    cache.lens.fill_(8)
+    found = []
+    for cache.max_len in (8, 13):
+        found.append(CacheView(cache, 1, None, 1).layer(0)(q, k, v))
+    torch.testing.assert_close(*found)

@@ -229,7 +229,7 @@ def test_peagle(name):
     torch.testing.assert_close(loss.detach(), golden[loss_name], rtol=1e-5, atol=0)
     assert len(metrics["losses"]) == 4
     if name in ("kl", "specforge"):
-        held = peagle.FAMILY.parameters(drafter)
+        held = peagle.FAMILY.parameters(drafter) | {"mask_hidden": drafter.mask_hidden}
         places = {key.replace("midlayer.", "layers.0."): place for key, place in held.items()}
         compare_gradients(places, loss, {k.split(".grad.")[1]: v for k, v in golden.items() if f"{rows}.grad." in k})
 

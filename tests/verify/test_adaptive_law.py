@@ -68,7 +68,7 @@ def three_tokens(verifier, sees, curve=BY_LEVEL):
     state = drafter.state(root[:, None])
     tree = SampledTree((1, 1, 1)).grow(drafter, root, state, children_of("drawn", WARM, noise))
     policy = Survival(curve, KINDS, [0.5] * 3, Estimator())
-    controller = Controller(policy, drafter)
+    controller = Controller(policy, drafter, 3)
     controller.plan = Plan(3, rows=range(ROWS))
     draft = sees(controller._draft(tree, state), tree, filtered_probs(TARGET, WARM))
     _, first, kind = np.unique(tree.tokens.numpy(), axis=0, return_index=True, return_inverse=True)

@@ -38,6 +38,17 @@ def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = Fal
     return field(default=default, metadata={"low": low, "high": high, "above": above} | metadata)
 
 
+def choice(*known: str) -> Any:
+    """Return a field of a text that is one of these, by default the first."""
+    return field(default=known[0], metadata={"choices": known})
+
+
+def check_fields(settings: Any, name: str) -> None:
+    """Raise ValueError for a field whose value is not of its type or range. name: of the settings, for the message."""
+    for setting in fields(settings):
+        check_value(setting, getattr(settings, setting.name), f"{name}.{setting.name}")
+
+
 def typed(kind: Any) -> Field:
     """Return a field of this type that belongs to no dataclass, and has no range."""
     made = field()
@@ -89,6 +100,8 @@ def check_value(setting: Field, value: Any, name: str, limits: Mapping[str, Any]
         if high < value < math.inf:
             most = high if isinstance(high, int) else f"{high:.12g}"
             raise ValueError(f"{name} must be at most {most}, got {shown(value)}")
+    if value not in limits.get("choices", (value,)):
+        raise ValueError(f"{name} must be one of {', '.join(limits['choices'])}, got {shown(value)}")
     if not any(_is(kind, value, limits) for kind in kinds):
         wanted = " or ".join(_wanted(kind, limits) for kind in kinds)
         raise ValueError(f"{name} must be {wanted}, got {shown(value)}")

@@ -219,14 +219,14 @@ class New(SampleAndMatch):
 """
 OBJECTIVE = """
 from specdec.training.objectives.eagle3 import Eagle3Objective
-from specdec.training.objectives.terms import all_terms, term
+from specdec.training.objectives.terms import TERMS, term
 
 class New(Eagle3Objective):
     pass
 
 @term
 def zzz_term(student, teacher):
-    value, slope, total = all_terms()["ce"](student, teacher)
+    value, slope, total = TERMS["ce"](student, teacher)
     return 2 * value, 2 * slope, 2 * total
 """
 ADDED = {

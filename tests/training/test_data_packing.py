@@ -82,10 +82,10 @@ def test_held_out_texts_have_the_expected_tau_of_each_alone(target_path, tmp_pat
 
 
 OBJECTIVES = {
-    "eagle3": lambda: Eagle3Objective(STEPS),
+    "eagle3": lambda: Eagle3Objective(steps=STEPS),
     "eagle": lambda: EagleObjective(noise=0.0, steps=STEPS),
-    "mtp": lambda: TokensObjective(STEPS),
-    "medusa": lambda: TokensObjective(STEPS),
+    "mtp": lambda: TokensObjective(steps=STEPS),
+    "medusa": lambda: TokensObjective(steps=STEPS),
 }
 
 

@@ -18,7 +18,7 @@ from specdec.training.loop.optim import Muon, Optimizers
 from specdec.training.objectives import losses
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.teacher import Student, Teacher, TopTeacher
-from specdec.training.objectives.terms import all_terms, read_terms
+from specdec.training.objectives.terms import TERMS, read_terms
 
 
 def plain(name: str, p, whole, q, known, labels=None):
@@ -63,7 +63,7 @@ SETTINGS |= {f"{name}, renormalised": {name: {"renormalised": True}} for name in
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("renormalise", [True, False])
-@pytest.mark.parametrize("name", [*all_terms(), *SETTINGS])
+@pytest.mark.parametrize("name", [*TERMS, *SETTINGS])
 def test_every_term_equals_its_formula(name, renormalise):
     """Value, and gradient by the logits, in fp64; the draft vocabulary is part of the target's.
 
@@ -91,7 +91,7 @@ def test_every_term_equals_its_formula(name, renormalise):
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", [n for n in all_terms() if n != "tokens"])
+@pytest.mark.parametrize("name", [n for n in TERMS if n != "tokens"])
 def test_every_term_over_some_tokens_and_the_rest(name):
     """What a cache that keeps four tokens tells: value and gradient in fp64 over these and one bucket for the rest, and
     divergences that are no larger than those of the whole distribution."""

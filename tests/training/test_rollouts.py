@@ -147,7 +147,7 @@ POLICY = {"share": 0.5, "every": 3, "prompts": 5, "batch_size": 3, "max_new_toke
 
 
 def trainer(out: Path, kind: str = "eagle3", on_policy: dict | None = None, **how) -> Trainer:
-    objective = TokensObjective(2) if kind.startswith(("mtp", "medusa")) else Eagle3Objective(2)
+    objective = TokensObjective(steps=2) if kind.startswith(("mtp", "medusa")) else Eagle3Objective(steps=2)
     how = {"save_every": 4, "eval_batches": 0, "batch_tokens": 60} | how
     return short_runs.trainer(out, kind, objective, on_policy=None if on_policy is None else POLICY | on_policy, **how)
 

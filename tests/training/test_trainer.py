@@ -288,7 +288,7 @@ def test_decoding_is_measured_and_the_best_is_kept(target_path, drafter_path, tm
     config = TrainerConfig(steps=4, warmup=0, lr=1e-2, eval_batches=1, **settings)
     data = Batches(samples(vocab=target.config.vocab), 100, 0)
     drafter = load_drafter(drafter_path, target).requires_grad_(True)
-    run = Trainer(target, drafter, Eagle3Objective(2), data, data, config, tmp_path)
+    run = Trainer(target, drafter, Eagle3Objective(steps=2), data, data, config, tmp_path)
     result = run.train()
     taus = {row["step"]: row["tau"] for row in read_log(tmp_path / "log.jsonl") if row["split"] == "decode"}
     assert list(taus) == [2, 4]

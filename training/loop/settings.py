@@ -3,23 +3,17 @@
 import dataclasses
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specdec.cli.limits import MOST
-from specdec.schema import check_value, ranged
+from specdec.schema import check_fields, ranged
 
 if TYPE_CHECKING:  # commands check these settings before torch is loaded
     import torch
 
 EPOCHS = 2  # more answers teach more than the same ones again (docs/log.md)
 MANY = 40  # epochs; EAGLE's authors take so many, and no other trainer more
-
-
-def check_ranges(settings: Any, name: str) -> None:
-    """Raise ValueError for a field whose value is not of its type or range. name: of the settings, for the message."""
-    for setting in fields(settings):
-        check_value(setting, getattr(settings, setting.name), f"{name}.{setting.name}")
 
 
 @dataclass
@@ -55,7 +49,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings out of range or in conflict."""
-        check_ranges(self, "trainer")
+        check_fields(self, "trainer")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("trainer.steps and trainer.epochs both say how long to train: set one of them to null")
         if self.epochs is not None and not 0 < self.epochs < math.inf:
@@ -114,4 +108,4 @@ class OnPolicy:
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings out of range."""
-        check_ranges(self, "data.on_policy")
+        check_fields(self, "data.on_policy")

@@ -1,23 +1,19 @@
 """What all objectives share: one unroll of the drafter, weighted terms at each step, positions that count, metrics."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec.cli.limits import MOST
 from specdec.contracts import Drafter, DraftState
+from specdec.schema import check_fields, choice, ranged
 from specdec.training.objectives.losses import head_loss, pieces
 from specdec.training.objectives.teacher import Student, Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
 from specdec.training.objectives.terms import Term, Value, Weight, read_terms
-
-
-def one_of(**choices: tuple[str, Sequence[str]]) -> None:
-    """Settings of an objective, each a value and the names that it may be. ValueError for a value that is none."""
-    for name, (value, known) in choices.items():
-        if value not in known:
-            raise ValueError(f"objective.{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def documents_of(drafter: Drafter, tokens: Tensor) -> Tensor:
@@ -25,10 +21,11 @@ def documents_of(drafter: Drafter, tokens: Tensor) -> Tensor:
     return torch.zeros_like(tokens) if drafter.documents is None else drafter.documents
 
 
+@dataclass(eq=False)
 class Objective:
     """sum_j w_j sum_i weight_i * mean over positions of term_i, over `steps` unrolled steps; w_j = decay^j.
 
-    - terms: names and weights, as `read_terms` takes them.
+    - terms: names and weights, as `read_terms` takes them; None or none of them: `usual`, which each class has.
     - then: terms that take their place from the share `switch` of the run on. The trainer sets `progress`, the share of
       the run that is done, before each step.
     - mean: 'masked' divides by the number of positions that count, each with its weight. 'all' divides by the number of
@@ -39,37 +36,24 @@ class Objective:
       width at so many tokens, and is narrower in longer texts; without, it has it at any length.
     """
 
-    def __init__(
-        self,
-        terms: Mapping[str, Weight],
-        *,
-        steps: int,
-        decay: float,
-        then: Mapping[str, Weight] | None = None,
-        switch: float = 0.6,
-        mean: str = "masked",
-        renormalise: bool = True,
-        known_only: bool = True,
-        noise: float = 0.0,
-        noise_length: int | None = None,
-    ):
-        """Check the settings, and read the terms of both parts of the run."""
-        if steps < 1:
-            raise ValueError(f"objective.steps must be at least 1, got {steps}")
-        if mean not in ("masked", "all"):
-            raise ValueError(f"mean must be 'masked' or 'all', got {mean!r}")
-        if not 0 <= switch <= 1:
-            raise ValueError(f"objective.switch is a share of the run, from 0 to 1, got {switch}")
-        self.parts = [read_terms(terms)] + ([read_terms(then)] if then else [])
-        self.switch, self.progress = switch, 0.0
-        self.step_weights = [decay**j for j in range(steps)]
-        self.mean, self.renormalise, self.known_only = mean, renormalise, known_only
-        self.noise, self.noise_length = noise, noise_length
+    usual: ClassVar[Mapping[str, Weight]] = {"ce": 1.0}
+    terms: Mapping[str, Weight] | None = None
+    steps: int = ranged(1, 256, 1)
+    decay: float = ranged(0, 1000, 1.0)
+    then: Mapping[str, Weight] | None = None
+    switch: float = ranged(0, 1, 0.6)
+    mean: str = choice("masked", "all")
+    renormalise: bool = True
+    known_only: bool = True
+    noise: float = ranged(0, 1000, 0.0)
+    noise_length: int | None = ranged(1, MOST, None)
 
-    @property
-    def steps(self) -> int:
-        """Return the number of unrolled steps."""
-        return len(self.step_weights)
+    def __post_init__(self) -> None:
+        """Check the settings, and read the terms of both parts of the run."""
+        check_fields(self, "objective")
+        self.parts = [read_terms(self.terms or self.usual)] + ([read_terms(self.then)] if self.then else [])
+        self.progress = 0.0
+        self.step_weights = [self.decay**j for j in range(self.steps)]
 
     @property
     def lookahead(self) -> int:
@@ -77,7 +61,7 @@ class Objective:
         return self.steps + 1
 
     @property
-    def terms(self) -> list[tuple[float, Term]]:
+    def present(self) -> list[tuple[float, Term]]:
         """Those of the part of the run that has come."""
         return self.parts[self.part_at(self.progress)]
 
@@ -129,7 +113,7 @@ class Objective:
         value: Any = 0.0
         slope: Any = None
         total: Any = 0.0
-        for weight, term in self.terms:
+        for weight, term in self.present:
             one, its_slope, its_total = term(student, teacher)
             value, total = value + weight * one, total + weight * its_total
             its_slope = its_slope if weight == 1 else its_slope * weight

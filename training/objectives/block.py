@@ -4,6 +4,8 @@ The papers are arXiv 2602.06036, 2607.05147 and 2606.18394.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -13,19 +15,15 @@ from typing_extensions import override
 
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.unroll_block import Blocks
+from specdec.schema import choice, ranged
 from specdec.training.objectives.anchors import COUNTS, WHERE, Slots, draw, draw_visible, slots
-from specdec.training.objectives.base import Objective, TermsJudge, documents_of, one_of
-from specdec.training.objectives.divergences import tv
+from specdec.training.objectives.base import Objective, TermsJudge, documents_of
 from specdec.training.objectives.losses import head_loss, pieces
 from specdec.training.objectives.teacher import Student, Teacher, TopTeacher
-from specdec.training.objectives.terms import Value, Weight
-
-WEIGHTS = ("exp", "uniform", "d_pace")
-DENOMINATORS = ("weights", "slots", "texts")
-CHOOSES = ("text", "target")
-MISSING = ("leave", "replace")
+from specdec.training.objectives.terms import Value, Weight, tv
 
 
+@dataclass(eq=False)
 class BlockObjective(Objective):
     """Terms at each slot of blocks after sampled anchors: sum w_j term_j / denominator.
 
@@ -38,48 +36,30 @@ class BlockObjective(Objective):
     - selector: the other terms are then those of the base logits.
     """
 
-    def __init__(
-        self,
-        terms: Mapping[str, Weight] | None = None,
-        *,
-        anchors: int = 512,
-        where: str = "next",
-        counts: str = "label",
-        weights: str = "exp",
-        gamma: float = 4.0,
-        alpha: float = 0.5,
-        denominator: str = "weights",
-        confidence: float = 1.0,
-        base: float = 0.0,
-        base_until: float = 0.5,
-        visible: float | None = None,
-        selector: float = 1.0,
-        chooses: str = "text",
-        missing: str = "leave",
-        **settings,
-    ):
-        """Check the settings; `settings` are those of `Objective`."""
-        super().__init__(terms or {"tokens": 1.0}, steps=1, decay=1.0, known_only=False, **settings)
-        one_of(
-            where=(where, WHERE),
-            counts=(counts, COUNTS),
-            weights=(weights, WEIGHTS),
-            denominator=(denominator, DENOMINATORS),
-            chooses=(chooses, CHOOSES),
-            missing=(missing, MISSING),
-        )
-        if anchors < 1 or gamma <= 0:
-            raise ValueError(f"objective.anchors must be at least 1 and gamma above 0, got {anchors} and {gamma}")
-        if not 0 <= base <= 1 or not 0 < base_until <= 1:
-            raise ValueError(f"objective.base and base_until are shares, from 0 to 1, got {base} and {base_until}")
-        if visible is not None and visible <= 0:
-            raise ValueError(f"objective.visible must be above 0, got {visible}")
-        if weights == "d_pace" and denominator == "weights":
+    usual: ClassVar[Mapping[str, Weight]] = {"tokens": 1.0}
+    steps: int = field(default=1, init=False)
+    decay: float = field(default=1.0, init=False)
+    known_only: bool = field(default=False, init=False)
+    anchors: int = ranged(1, 1 << 20, 512)
+    where: str = choice(*WHERE)
+    counts: str = choice(*COUNTS)
+    weights: str = choice("exp", "uniform", "d_pace")
+    gamma: float = ranged(0, 1e6, 4.0, above=True)
+    alpha: float = 0.5
+    denominator: str = choice("weights", "slots", "texts")
+    confidence: float = 1.0
+    base: float = ranged(0, 1, 0.0)
+    base_until: float = ranged(0, 1, 0.5, above=True)
+    visible: float | None = ranged(0, 1e6, None, above=True)
+    selector: float = 1.0
+    chooses: str = choice("text", "target")
+    missing: str = choice("leave", "replace")
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        if self.weights == "d_pace" and self.denominator == "weights":
             raise ValueError("objective.weights=d_pace is known after the loss only: divide by slots or texts")
-        self.anchors, self.where, self.counts = anchors, where, counts
-        self.weights, self.gamma, self.alpha, self.denominator = weights, gamma, alpha, denominator
-        self.confidence, self.base, self.base_until = confidence, base, base_until
-        self.visible, self.selector, self.chooses, self.missing = visible, selector, chooses, missing
 
     @property
     def base_share(self) -> float:

@@ -1,19 +1,23 @@
 """EAGLE-1/2's objective: the target's next feature, and its next distribution (arXiv 2401.15077)."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from specdec.cli.limits import MOST
 from specdec.contracts import Drafter, DraftState
 from specdec.drafters.eagle import Eagle
+from specdec.schema import ranged
 from specdec.training.objectives.base import Objective, Positions
 from specdec.training.objectives.terms import Weight
 
 
+@dataclass(eq=False)
 class EagleObjective(Objective):
     """feature * SmoothL1(student's feature, target's next feature), plus terms on the distributions.
 
@@ -22,20 +26,12 @@ class EagleObjective(Objective):
     step j weighs decay^j; HASS (arXiv 2408.15766) and EAGLE-3 do that, EAGLE does not.
     """
 
-    def __init__(
-        self,
-        feature: float = 1.0,
-        terms: Mapping[str, Weight] | None = None,
-        steps: int = 1,
-        decay: float = 0.8,
-        noise: float = 0.2,
-        noise_length: int | None = 512,
-        **settings,
-    ):
-        """Set the weight of the feature loss; the other arguments are those of `Objective`."""
-        terms = {"ce": 0.1} if terms is None else terms
-        super().__init__(terms, steps=steps, decay=decay, noise=noise, noise_length=noise_length, **settings)
-        self.feature = feature
+    usual: ClassVar[Mapping[str, Weight]] = {"ce": 0.1}
+    steps: int = ranged(1, 256, 1)
+    decay: float = ranged(0, 1000, 0.8)
+    noise: float = ranged(0, 1000, 0.2)
+    noise_length: int | None = ranged(1, MOST, 512)
+    feature: float = ranged(0, 1e6, 1.0)
 
     def __call__(self, drafter: Drafter, *inputs: Any, **named: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """As `Objective`; the metrics also have feature_losses [steps]."""

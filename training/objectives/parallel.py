@@ -7,7 +7,8 @@ rows that follow one drawn at depth d - 1. So a chain is always drawn from its b
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +17,11 @@ from typing_extensions import override
 
 from specdec.drafters.parallel import ParallelDrafter
 from specdec.model.attention import document_positions
-from specdec.training.objectives.base import Objective, TermsJudge, documents_of, one_of
+from specdec.schema import choice, ranged
+from specdec.training.objectives.base import Objective, TermsJudge, documents_of
 from specdec.training.objectives.losses import head_loss, pieces
 from specdec.training.objectives.teacher import Student, Teacher, TeacherLogits, TopTeacher, TopTokens
 from specdec.training.objectives.terms import Value, Weight
-
-COUNTS = ("label", "previous")
-POOLS = ("learnt", "all")
-WEIGHTS = ("uniform", "teacher")
 
 
 def sample(
@@ -86,6 +84,7 @@ class Sampled:
     column: Tensor  # [n] at which the target predicts
 
 
+@dataclass(eq=False)
 class ParallelObjective(Objective):
     """The weighted mean of terms over rows that `sample` draws, all depths alike.
 
@@ -93,29 +92,16 @@ class ParallelObjective(Objective):
     probabilities of the tokens that the mask tokens up to the row replace (PARD-2).
     """
 
-    def __init__(
-        self,
-        terms: Mapping[str, Weight] | None = None,
-        *,
-        kept: float = 0.7,
-        kept_min: float = 0.2,
-        anchors: int | None = None,
-        pool: str = "learnt",
-        counts: str = "previous",
-        weights: str = "uniform",
-        drop: float = 0.0,
-        **settings,
-    ):
-        """Check the settings; `settings` are those of `Objective`."""
-        super().__init__(terms or {"kl": 1.0}, steps=1, decay=1.0, **settings)
-        one_of(pool=(pool, POOLS), counts=(counts, COUNTS), weights=(weights, WEIGHTS))
-        for name, value in (("kept", kept), ("kept_min", kept_min), ("drop", drop)):
-            if not 0 <= value <= 1:
-                raise ValueError(f"objective.{name} is a share, from 0 to 1, got {value}")
-        if anchors is not None and anchors < 1:
-            raise ValueError(f"objective.anchors must be at least 1, or null for all, got {anchors}")
-        self.share, self.least_share, self.anchors, self.pool = kept, kept_min, anchors, pool
-        self.counts, self.weights, self.drop = counts, weights, drop
+    usual: ClassVar[Mapping[str, Weight]] = {"kl": 1.0}
+    steps: int = field(default=1, init=False)
+    decay: float = field(default=1.0, init=False)
+    kept: float = ranged(0, 1, 0.7)
+    kept_min: float = ranged(0, 1, 0.2)
+    anchors: int | None = ranged(1, 1 << 20, None)
+    pool: str = choice("learnt", "all")
+    counts: str = choice("previous", "label")
+    weights: str = choice("uniform", "teacher")
+    drop: float = ranged(0, 1, 0.0)
 
     lookahead = 0  # no chain leaves its document
 
@@ -152,7 +138,7 @@ class ParallelObjective(Objective):
 
     def rows_of(self, drafter: ParallelDrafter, learnt: Tensor, documents: Tensor) -> Tensor:
         """[B,T+1,block] bool: which rows are trained on, as `by_anchor` gives them."""
-        drawn = sample(learnt, drafter.block, self.share, self.least_share, self.anchors, self.pool)
+        drawn = sample(learnt, drafter.block, self.kept, self.kept_min, self.anchors, self.pool)
         return by_anchor(drawn, documents, drafter.earliest)
 
     @override
@@ -166,7 +152,7 @@ class ParallelObjective(Objective):
     def readouts(self, drafter: ParallelDrafter, feats: Tensor, tokens: Tensor) -> list[Tensor]:
         drafter.first_tokens = tokens[:, 0]
         width = tokens.shape[1]
-        shares = [1.0] + [max(self.share**depth, self.least_share) for depth in range(1, drafter.block)]
+        shares = [1.0] + [max(self.kept**depth, self.kept_min) for depth in range(1, drafter.block)]
         lengths = [sum(column < share * width for share in shares) for column in range(width)]
         return [drafter.blocks(feats, tokens, torch.arange(width).expand_as(tokens), lengths).readout]
 

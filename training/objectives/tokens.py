@@ -1,14 +1,18 @@
 """The objective of heads that learn the text's own tokens: MTP (arXiv 2412.19437, 2509.18362) and Medusa."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from typing_extensions import override
 
+from specdec.schema import ranged
 from specdec.training.objectives.base import Objective
 from specdec.training.objectives.terms import Weight
 
 
+@dataclass(eq=False)
 class TokensObjective(Objective):
     """Compute sum_j w_j * CE_j over `steps` unrolled steps, with w_j = decay^j / sum decay^j.
 
@@ -18,9 +22,13 @@ class TokensObjective(Objective):
     to the draft vocabulary.
     """
 
-    def __init__(self, steps: int = 3, decay: float = 0.6, terms: Mapping[str, Weight] | None = None, **settings):
-        """Normalise the weights of the steps; `settings` are the further arguments of `Objective`."""
-        super().__init__(terms or {"tokens": 1.0}, steps=steps, decay=decay, **settings)
+    usual: ClassVar[Mapping[str, Weight]] = {"tokens": 1.0}
+    steps: int = ranged(1, 256, 3)
+    decay: float = ranged(0, 1000, 0.6)
+
+    def __post_init__(self) -> None:
+        """Normalise the weights of the steps."""
+        super().__post_init__()
         self.step_weights = [w / sum(self.step_weights) for w in self.step_weights]
 
     @override

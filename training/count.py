@@ -19,7 +19,7 @@ from specdec.api import DEMO_TARGET
 from specdec.cli.files import write_whole
 from specdec.cli.reading import open_text, pieces_of
 from specdec.model.loader import load_texts
-from specdec.training.data import count_tokens, read_conversations, tokenise
+from specdec.training.data import Tally, count_tokens, read_records, read_samples
 from specdec.training.loop.checkpoint import save_state
 
 
@@ -27,9 +27,11 @@ def counts_of(target, data: list[Path], text: list[Path]) -> torch.Tensor:
     """[V]: how often each token occurs in an answer of `data` or anywhere in `text`. target: as of `load_texts`."""
     vocab = target.vocab
     counts = torch.zeros(vocab, dtype=torch.int64)
-    if data:
-        conversations = itertools.chain.from_iterable(read_conversations(path) for path in data)
-        counts += count_tokens(tokenise(target.tokenizer, conversations, target.config.context), vocab)
+    records, tally = itertools.chain.from_iterable(map(read_records, data)), Tally()
+    counts += count_tokens(
+        read_samples(records, target, max_length=target.config.context, too_long="cut", tally=tally), vocab
+    )
+    tally.report()
     for path in text:
         with open_text(path, "text") as file:
             for piece in pieces_of(file):

@@ -237,9 +237,11 @@ def test_show_and_count_read_no_weights(target_path, tmp_path):
     shutil.copytree(target_path, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     texts = load_texts(folder)
     assert (texts.vocab, texts.eos, texts.config.context) == (whole.vocab, whole.eos, whole.config.context)
-    words = ["--target", str(folder), "--data", str(write_rows(tmp_path / "a.jsonl", GOOD))]
-    main_of("data show")(words)
-    main_of("data count")([*words, "--size", "9", "--out", str(tmp_path / "map.json")])
+    data = write_rows(tmp_path / "a.jsonl", {"prompt": "No answer?"}, GOOD)
+    words = ["--target", str(folder), "--data", str(data)]
+    for command, *more in (("data show",), ("data count", "--size", "9", "--out", str(tmp_path / "map.json"))):
+        said = run_here(main_of(command), *words, *more).stderr
+        assert said == "data: 1 conversations in which the assistant does not speak left out\n"
     assert len(json.loads((tmp_path / "map.json").read_text())) == 9
 
 

@@ -20,7 +20,7 @@ from specdec.drafters.formats import load_drafter
 from specdec.drafters.vocab import DraftVocab, most_frequent
 from specdec.engine.traces import RowTrace, tau
 from specdec.model.loader import load_target
-from specdec.training.data import Batches, Sample, count_tokens, hold_out, tokenise
+from specdec.training.data import Batches, Record, Sample, Tally, count_tokens, hold_out, read_samples
 from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.loop.evaluate import beginnings, measured_tau
 from specdec.training.loop.log import read_log
@@ -51,7 +51,8 @@ def short_run(where, tmp_path_factory):
 
 
 def test_draft_vocabulary_is_the_most_frequent_tokens(target_path):
-    samples = tokenise(load_target(target_path).tokenizer, CONVERSATIONS, 100)
+    records = [Record("a test", {"messages": messages}) for messages in CONVERSATIONS]
+    samples = [*read_samples(records, load_target(target_path), max_length=100, too_long="cut", tally=Tally())]
     counts = count_tokens(samples, 400)
     assert counts.sum() == sum(int(s.mask.sum()) for s in samples)
     vocab = most_frequent(counts, 5)

@@ -127,12 +127,6 @@ def _samples(
     return samples
 
 
-def tokenise(tokenizer, conversations: Iterable[list[Message]], max_length: int) -> list[Sample]:
-    """Render conversations and cut them at max_length tokens. Those with nothing to learn are left out."""
-    samples = (_samples(tokenizer, messages, max_length, "cut", Tally()) for messages in conversations)
-    return list(itertools.chain.from_iterable(samples))
-
-
 def load_samples(config: DictConfig, target: LanguageModel) -> list[Sample]:
     """The numbered samples that a configuration of conf/data describes: the same settings give the same samples."""
     if not config.path:

@@ -1,7 +1,7 @@
 """A conversation as the target reads it: token ids, and which of them the assistant speaks."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -259,7 +259,7 @@ def check_tokenizer(tokenizer) -> None:
             )
 
 
-def count_tokens(samples: list[Sample], vocab: int) -> Tensor:
+def count_tokens(samples: Iterable[Sample], vocab: int) -> Tensor:
     """[V]: how often each target token is a training token of the samples."""
     counts = np.zeros(vocab, dtype=np.int64)
     for sample in samples:

@@ -204,7 +204,7 @@ def describe(tree: TreePolicy) -> str:
 
 
 def load_tree(file: str | os.PathLike) -> StaticTree:
-    """The static tree of a YAML or JSON file with a list `paths`, such as specdec/lab/replay/optimal_tree.py writes.
+    """The static tree of a YAML or JSON file with a list `paths`, such as specdec/lab/tune_tree.py writes.
 
     Raises ValueError, one sentence, for anything else.
     """

@@ -1,4 +1,4 @@
-"""DFlash and its family: what their checkpoints mean, and the layouts of z-lab and SpecForge, and of DeepSpec.
+"""DFlash and its family: what their checkpoints mean. Their spelling is in `dflash_layout`.
 
 Traps: `target_layer_ids` count layers by their outputs, one less than indices into hidden_states. DeepSpec's "DFlash"
 is aligned as DSpark: slot k predicts the token p+k+1, and all slots draft. Its files carry copies of the target's

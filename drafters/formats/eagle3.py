@@ -1,4 +1,4 @@
-"""EAGLE-3: what its checkpoints mean. Their spelling is in `eagle3_layout`, `speculators` and `modelopt`.
+"""EAGLE-3: what its checkpoints mean. Their spelling is in `eagle3_layout`, `speculators` and `vllm`.
 
 Published names of the tensors: midlayer.*, fc, norm, lm_head, d2t (target id minus draft id) and t2d (membership). The
 embedding is always the target's, even if the file holds one: exporters have been seen to store a random one. Where the

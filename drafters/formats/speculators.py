@@ -1,9 +1,8 @@
-"""The layout of vLLM's `speculators` library, of EAGLE-3 and of EAGLE-1/2.
+"""The layout of vLLM's `speculators` library: what its kinds share, and EAGLE-3.
 
-EAGLE-3 has layers.0.* for midlayer.*, and everything else keeps its name. EAGLE-1/2 has fusion_fc.* for fc.* and
-transformer.* for layers.0.* in the first versions; version 0.9 no longer has this kind. The draft layer's own config,
-with its rope, is nested in `transformer_layer_config`. A field that is missing there has the default of its model
-class, not ours: the library leaves out what equals it.
+EAGLE-3 has layers.0.* for midlayer.*, and every other tensor its usual name. The draft layer's own config, with its
+rope, is nested in `transformer_layer_config`. A field that is missing there has the default of its model class, not
+ours: the library leaves out what equals it.
 
 Traps: `eagle_aux_hidden_state_layer_ids` counts layers by their inputs, which are indices into hidden_states.
 `norm_output` means post-norm feedback. `norm_before_residual` is false where absent, though its trainer's default is

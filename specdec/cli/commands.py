@@ -124,7 +124,7 @@ COMMANDS = {
                      metavar="TREE"),
         "out": "the settings file",
     }),
-    "tune tree": Command("measure acceptance, and write the best static tree", "lab.replay.optimal_tree", {
+    "tune tree": Command("measure acceptance, and write the best static tree", "lab.tune_tree", {
         "models": PAIR,
         "answers": "prompts! limit=20 max_new_tokens temperature seed raw",
         "tree": "num_draft_tokens=16 steps=8 topk=8 out keep",
@@ -132,7 +132,7 @@ COMMANDS = {
         "num_draft_tokens": "nodes, the root counted", "steps": "no node is deeper, nor than the drafter goes",
         "topk": "no node has more children", "out": "a YAML file for `specdec generate --tree`",
     }),
-    "prove": Command("test that decoding is lossless", "lab.proof.prove", {
+    "prove": Command("test that decoding is lossless", "lab.proof.prove_command", {
         "options": "target draft dtype device tp_plan prompts limit max_new_tokens=64 draws seed out json self_test",
         "a server with OpenAI's interface, instead of this engine": "server plain_server served_model_name",
     }, {

@@ -12,9 +12,9 @@ from helpers import main_of, run_here
 import specdec
 from specdec import registry
 from specdec.drafters.ngram import NGram
-from specdec.lab.sweep.compare import PARTS, Score, Tally, ratio
 from specdec.lab.sweep.compare_command import contenders_of, engines_in_words, entries_of
 from specdec.lab.sweep.comparison import Comparison, named, way_of
+from specdec.lab.sweep.turns import PARTS, Score, Tally, ratio
 from specdec.model.names import draft_for
 from specdec.text import read_prompts
 

@@ -14,7 +14,7 @@ from remotes import small_server
 from specdec import remote
 from specdec.api import load_drafter, load_target
 from specdec.engine.engine import Engine
-from specdec.lab.proof.prove import against_engine, against_server
+from specdec.lab.proof.prove_command import against_engine, against_server
 from specdec.remote import Remote, in_order, seed_of
 from specdec.serve.app import make_app
 from specdec.serve.scheduler import Scheduler

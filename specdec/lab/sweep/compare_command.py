@@ -23,8 +23,8 @@ from specdec.lab.bench.bench_command import make_contenders, print_rows
 from specdec.lab.bench.contenders import Ours, bandwidth
 from specdec.lab.models import as_list
 from specdec.lab.output import machine_in_short, write_csv, write_figure, write_json
-from specdec.lab.sweep.compare import as_rows
 from specdec.lab.sweep.comparison import compare, named, way_of
+from specdec.lab.sweep.turns import as_rows
 from specdec.model.names import bundled_drafts, called, draft_for
 from specdec.text import encode_prompt, read_prompts
 from specdec.training.build import instantiate

@@ -18,7 +18,7 @@ from specdec.cli.terminal import console, print_table
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
 from specdec.lab.models import own_names, read_entry, short_name
-from specdec.lab.sweep.compare import PARTS, ComparedWay, Score, Tally, decode_in_turn, ratio
+from specdec.lab.sweep.turns import PARTS, ComparedWay, Score, Tally, decode_in_turn, ratio
 from specdec.lab.traces.metrics import Interval, entry
 from specdec.model.language_model import LanguageModel
 from specdec.schema import named_arguments

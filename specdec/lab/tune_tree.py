@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         if stored is not None:
             write_text(stored, Acceptance(tuple(found.values()), about).as_text())
         if args.out is not None:
-            write_tree(args.out, paths, f"Of {about}: see specdec/lab/replay/optimal_tree.py")
+            write_tree(args.out, paths, f"Of {about}: see specdec/lab/tune_tree.py")
     finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
         for measured in found.values():
             show(measured)

@@ -1,1 +1,0 @@
-"""The best static tree of measured acceptance, as a command."""

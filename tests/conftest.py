@@ -83,7 +83,7 @@ def matmul_precision():
 def target_path(tmp_path_factory):
     from helpers import save_hf
 
-    from specdec.training.pretrain import train_tokenizer
+    from scripts.pretrain_target import train_tokenizer
 
     path = tmp_path_factory.mktemp("checkpoints") / "target"
     tokenizer = train_tokenizer(iter(TEXTS * 20), 320)

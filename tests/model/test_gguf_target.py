@@ -14,12 +14,12 @@ import torch
 from helpers import save_hf
 from transformers import AutoModelForCausalLM
 
+from scripts.pretrain_target import train_tokenizer
 from specdec.api import generate
 from specdec.lab.bench.peer_weights import finish, write_gguf
 from specdec.model import gguf_target, names
 from specdec.model.gguf_target import unpacked
 from specdec.model.loader import load_target
-from specdec.training.pretrain import train_tokenizer
 
 TEXTS = ["The cat sat on the mat in 1998.", "What is 12 times 345?", "I don't know.\n\nWhy?"]
 TEMPLATE = "{% for m in messages %}[{{ m.content }}]{% endfor %}"

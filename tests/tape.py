@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from specdec.engine.compiled.backend import CompiledRounds
 from specdec.engine.compiled.graph import record
+from specdec.engine.compiled.rounds import CompiledRounds
 from specdec.engine.executor import restored
 from specdec.engine.graphs import WARM_UPS
 

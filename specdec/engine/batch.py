@@ -21,7 +21,7 @@ from specdec.engine.adaptive import Policy
 from specdec.engine.batch_tensors import BatchTensors, settings_for
 from specdec.engine.controller import Controller
 from specdec.engine.executor import Executor, Graph, bindings_of, buckets, copied
-from specdec.engine.prefill import Reading
+from specdec.engine.prefill import ChunkedPrefill
 from specdec.engine.report import Clock, Reads, RoundReport, SilentClock
 from specdec.engine.round import Round, RoundSettings
 from specdec.engine.sequence import Sequence
@@ -85,7 +85,7 @@ class Batch:
         self.carried = 0.0  # cost of the ended rows since the last compaction, in rounds, the next one included
         self.decoding = 0  # rows that still decode on the device; without overlap the host maintains it
         self.captured = False  # a round was captured in this step
-        self.reading: Reading | None = None  # prefills long prompts in parts
+        self.chunked: ChunkedPrefill | None = None  # prefills long prompts in parts
         self.tensors.clear()
 
     def going(self) -> list[Sequence]:
@@ -106,7 +106,7 @@ class Batch:
         try:
             # Of these rows alone; their first tokens are counted.
             settings = settings_for(self.round, sequences, self.clock, self.table)
-            root, state, made = self.round.prefill(prompts, self.cache, first, settings, self.controller, self.reading)
+            root, state, made = self.round.prefill(prompts, self.cache, first, settings, self.controller, self.chunked)
             lists = {name: x.tolist() for name, x in made.items()}
             for i, (sequence, token) in enumerate(zip(sequences, root.tolist(), strict=True)):
                 sequence.add([token], **{name: x[i] for name, x in lists.items()})

@@ -15,7 +15,7 @@ from specdec.engine.executor import Executor
 from specdec.engine.graphs import make_graphs, widths_up_to
 from specdec.engine.loop import Loop
 from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
-from specdec.engine.prefill import Prefixes, Reading
+from specdec.engine.prefill import ChunkedPrefill, Prefixes
 from specdec.engine.report import Clock, Observer, Reads, Result, RoundReport, reads_of
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row
@@ -72,7 +72,7 @@ class Engine:
         if adaptive is not None and drafter is None:
             raise ValueError("an adaptive policy chooses draft trees, and without a drafter there are none")
         self.graphs = make_graphs(graphs, self.round, compile, adaptive, abstain)
-        late = self.graphs is not None and self.graphs.backend.late
+        late = self.graphs is not None and self.graphs.executor.late
         if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
         self.overlap, self.compact, self.abstain = late if overlap is None else overlap, compact, abstain
@@ -80,7 +80,7 @@ class Engine:
         self.waiting: list[Sequence] = []
         self.loop: Any = None  # a `Loop`, while room is reserved
         self.room = 0  # tokens of a row, as reserved; caches may have more
-        self.read_part = self.generating = False  # a part of a prompt was read since the last round; in `generate`
+        self.chunk_read = self.generating = False  # a part of a prompt was read since the last round; in `generate`
 
     def __repr__(self) -> str:
         """Return the names of target, drafter and tree."""
@@ -157,9 +157,9 @@ class Engine:
         sequence.finish, sequence.matcher = "abort", None
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-            reading = self.loop.batch.reading
-            if reading is not None and reading.sequence is sequence:
-                reading.drop()
+            chunked = self.loop.batch.chunked
+            if chunked is not None and chunked.sequence is sequence:
+                chunked.drop()
         elif self.loop is not None:
             self.loop.batch.stop()
 
@@ -176,17 +176,17 @@ class Engine:
     def _step(self) -> RoundReport | None:  # `generate` is in inference mode already: to enter it takes microseconds
         loop, batch = self.loop, self.loop.batch
         batch.clock.fold()
-        if self.waiting and batch.free() and not (self.read_part and batch.going()):
+        if self.waiting and batch.free() and not (self.chunk_read and batch.going()):
             return loop.drain() or self._admit()
-        self.read_part = batch.captured = False
+        self.chunk_read = batch.captured = False
         return loop.next()
 
     def _admit(self) -> RoundReport:
         batch = self.loop.batch
         joining = self.waiting[: batch.free()]
-        if batch.reading is not None:
-            joining, read = batch.reading.ready(joining)
-            self.read_part |= read
+        if batch.chunked is not None:
+            joining, read = batch.chunked.ready(joining)
+            self.chunk_read |= read
             if not joining:
                 batch.clock.mark("prefill")
                 return RoundReport(clock=batch.clock, prefill=True)
@@ -276,16 +276,18 @@ class Engine:
             room = self.graphs.room_for(widths, room)
             self._check_memory(replace(request, room=room), allocated=self.graphs.batch is not None)
             batch = self.graphs.begin(widths, room, clock, self.adaptive, continuous)
-        batch.reads, batch.reading = request.reads, None
+        batch.reads, batch.chunked = request.reads, None
         if (request.part or self.prefixes) and self.target.reads_on:
-            batch.reading = Reading(self.target, batch.cache, self.round.taps, request.part or room, self.prefixes)
+            batch.chunked = ChunkedPrefill(
+                self.target, batch.cache, self.round.taps, request.part or room, self.prefixes
+            )
         self.loop = Loop(batch, int(self.overlap))
 
     def _clear(self) -> None:
         """Drop all sequences, and the caches unless graphs keep them."""
         if self.loop is not None:
             self.loop.threads.restore()
-        self.waiting, self.loop, self.room, self.read_part = [], None, 0, False
+        self.waiting, self.loop, self.room, self.chunk_read = [], None, 0, False
 
     def _check_memory(self, request: Request, allocated: bool = False) -> None:
         """Raise ValueError for a request that a GPU cannot hold, before anything is allocated."""

@@ -17,8 +17,8 @@ from torch import Tensor
 from specdec.contracts import Drafter
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
-from specdec.engine.compiled.backend import CompiledRounds, compiled_run
 from specdec.engine.compiled.build import compile_now
+from specdec.engine.compiled.rounds import CompiledRounds, compiled_run
 from specdec.engine.executor import STEP, Executor, restored
 from specdec.engine.report import Clock
 from specdec.engine.round import Round
@@ -139,7 +139,7 @@ def make_graphs(
             "rounds show none: decode without graphs and compiling, or by table or ema"
         )
     if compiles:
-        return Graphs(round_, compiling_backend(wanted, round_, compiles == "aside"), abstain)
+        return Graphs(round_, compiling_executor(wanted, round_, compiles == "aside"), abstain)
     if wanted is False or (wanted is None and (device.type != "cuda" or cuts)):
         return None
     if why := obstacle(round_.target, round_.drafter):
@@ -151,7 +151,7 @@ def make_graphs(
     return Graphs(round_, CudaGraphs(device) if wanted is None or isinstance(wanted, bool) else wanted, abstain)
 
 
-def compiling_backend(wanted: "bool | Executor | None", round_: Round, background: bool) -> Executor:
+def compiling_executor(wanted: "bool | Executor | None", round_: Round, background: bool) -> Executor:
     """Return the executor that compiles rounds on the target's device. On a GPU it captures the compiled rounds."""
     device = round_.target.device
     if why := obstacle(round_.target, round_.drafter):
@@ -173,9 +173,9 @@ class Graphs:
     It is made again for other numbers of rows, for texts that are too long for it, and after weights have changed.
     """
 
-    def __init__(self, round_: Round, backend: Executor, abstain: bool = True):
+    def __init__(self, round_: Round, executor: Executor, abstain: bool = True):
         """Begin without a batch. abstain: as for `Batch`."""
-        self.round, self.backend, self.abstain = round_, backend, abstain
+        self.round, self.executor, self.abstain = round_, executor, abstain
         self.batch: Batch | None = None
         self.signature: tuple = ()  # as of the batch
 
@@ -185,8 +185,8 @@ class Graphs:
             if old.widths == widths and old.room >= room and self.signature == self._signature():
                 return old.room
             self.batch = None
-            self.backend.forget()
-        step = STEP if not self.backend.any_bound else next(size for size in ROOMS if size >= room)
+            self.executor.forget()
+        step = STEP if not self.executor.any_bound else next(size for size in ROOMS if size >= room)
         return max(room, min(-(-room // step) * step, self.round.target.config.context))
 
     def begin(
@@ -194,14 +194,14 @@ class Graphs:
     ) -> Batch:
         """Return the batch, empty; `room` as `room_for` returned it, adaptive and continuous as for `Batch.begin`."""
         if self.batch is None:
-            self.batch = Batch(self.round, widths[-1], room, clock, self.backend, widths, abstain=self.abstain)
+            self.batch = Batch(self.round, widths[-1], room, clock, self.executor, widths, abstain=self.abstain)
             self.signature = self._signature()
         self.batch.begin(clock, adaptive, continuous)
         return self.batch
 
     def finish(self) -> None:
         """Wait until all rounds are compiled that other processes compile."""
-        if (workshop := getattr(self.backend, "workshop", None)) is not None:
+        if (workshop := getattr(self.executor, "workshop", None)) is not None:
             workshop.finish()
 
     def _signature(self) -> tuple:

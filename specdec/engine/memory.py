@@ -42,7 +42,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Bytes by part.
 
     prefill and round are upper bounds of temporary memory in addition to the caches; only one of the two is in use at a
@@ -68,7 +68,7 @@ class Plan:
         return max(self.prefill, self.round) + self.libraries
 
 
-def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
+def plan(round_: Round, request: Request, graphs: bool = False) -> MemoryPlan:
     """Return the memory of a request for these rounds. `request.room` is already the room of the caches."""
     target, drafter, policy = round_.target, round_.drafter, round_.policy
     batch, nodes, width, vocab = request.batch, round_.nodes, target.dtype.itemsize, target.vocab
@@ -97,7 +97,7 @@ def plan(round_: Round, request: Request, graphs: bool = False) -> Plan:
     if not graphs:  # between rounds rows are dropped, for which a layer's slots are held twice
         round_bytes = max(round_bytes, target_cache // target.config.layers, draft_cache)
     on_gpu = target.device.type == "cuda"
-    return Plan(
+    return MemoryPlan(
         weights=weight_bytes(target, drafter),
         target_cache=target_cache + request.prefixes,
         draft_cache=draft_cache,
@@ -214,7 +214,7 @@ def unused_bytes(segments: abc.Iterable[dict], device: int) -> int:
     return sum(s["total_size"] - s["active_size"] for s in ours)
 
 
-def check(plan: Plan, free: int, allocated: bool = False) -> None:
+def check(plan: MemoryPlan, free: int, allocated: bool = False) -> None:
     """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes.
 
     allocated: the caches, and the graphs that use them, exist from an earlier call.

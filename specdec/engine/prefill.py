@@ -106,11 +106,11 @@ class Prefixes:
         self.bytes -= prefix.bytes
 
 
-class Reading:
-    """The prompt that is being read.
+class ChunkedPrefill:
+    """Reads a prompt in parts, or from where a cached prefix ends.
 
-    It has a cache of its own until it has been read completely, so rows may leave and join the batch meanwhile. Only
-    the target reads in parts: a drafter reads the whole prompt when the row joins.
+    The prompt has a cache of its own until it has been read completely, so rows may leave and join the batch meanwhile.
+    Only the target reads in parts: a drafter reads the whole prompt when the row joins.
     """
 
     def __init__(

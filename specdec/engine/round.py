@@ -16,7 +16,7 @@ from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.compatibility import checked
 from specdec.engine.controller import ABSORBED, Controller
-from specdec.engine.prefill import Reading
+from specdec.engine.prefill import ChunkedPrefill
 from specdec.engine.report import Clock, Emission, Positions, RoundReport, SilentClock
 from specdec.engine.sequence import Masks
 from specdec.model.cache import KVCache
@@ -102,12 +102,12 @@ class Round:
         return Noise(seeds, self.hashes)
 
     @cached_property
-    def _policies(self) -> list[TreePolicy]:
+    def cut_trees(self) -> list[TreePolicy]:
         """The first 1, 2, ... D levels of the tree."""
         return [self.policy.shallower(steps) for steps in range(1, self.policy.steps)] + [self.policy]
 
     @cached_property
-    def rungs(self) -> list[TreePolicy]:
+    def smaller_trees(self) -> list[TreePolicy]:
         """The trees of 1, 2, ... D levels that an adaptive policy chooses from."""
         return [self.policy.smaller(steps) for steps in range(1, self.policy.steps)] + [self.policy]
 
@@ -116,7 +116,8 @@ class Round:
         if state is None or state.levels is None:
             return None
         steps = self.policy.steps
-        return (state.levels > 0) * steps if self._policies[0] is self.policy else state.levels.clamp(max=steps)
+        whole = self.cut_trees[0] is self.policy  # a tree that cannot be cut
+        return (state.levels > 0) * steps if whole else state.levels.clamp(max=steps)
 
     def target_slots(self, room: int) -> int:
         """Return the slots of the target's cache for texts of `room` tokens."""
@@ -134,11 +135,11 @@ class Round:
         row: int,
         settings: RoundSettings,
         controller: Controller | None = None,
-        reading: Reading | None = None,
+        chunked: ChunkedPrefill | None = None,
     ) -> tuple[Tensor, DraftState | None, dict[str, Tensor]]:
         """Prefill prompts, right-padded, at once. They take the rows row .. row+R-1 of the cache and of the drafter.
 
-        reading: may have prefilled the only prompt already, and stores what the target computed for all of them.
+        chunked: may have prefilled the only prompt already, and stores what the target computed for all of them.
 
         Returns the first token of each [R], the drafter's state, and the requested fields of `Emission`.
         """
@@ -146,7 +147,7 @@ class Round:
         tokens = torch.tensor([[*prompt] + [0] * (longest - len(prompt)) for prompt in prompts], device=device)
         lens = torch.tensor([len(prompt) for prompt in prompts], device=device)
         part = cache.admit(row, len(prompts), longest)
-        read = None if reading is None else reading.take(prompts)
+        read = None if chunked is None else chunked.take(prompts)
         logits: Any
         feats: Any
         if read is None:
@@ -155,8 +156,8 @@ class Round:
         else:
             own, logits, feats = read
             part.take(own, longest)
-        if reading is not None:
-            reading.keep(prompts, part, feats)
+        if chunked is not None:
+            chunked.keep(prompts, part, feats)
         root = self._draw(logits, torch.ones_like(lens), settings, lens - 1)
         requested = settings.requested(logits, root)
         if self.drafter is None:
@@ -189,7 +190,9 @@ class Round:
         clock, noise = settings.clock, None
         tree = None
         if self.drafter is not None and most != 0:
-            policy = self.policy if most is None else (self._policies if controller is None else self.rungs)[most - 1]
+            policy = self.policy
+            if most is not None:
+                policy = (self.cut_trees if controller is None else self.smaller_trees)[most - 1]
             if isinstance(settings.sampling, SamplingBatch) or not settings.sampling.greedy:
                 noise = settings.noise.after(cache.lens, policy.steps + 1)
             children = children_of(self.children, settings.sampling, noise, self.drafter.trust)

@@ -206,7 +206,7 @@ def prepare(engine: Engine, workload: Workload) -> None:
 
     Other rounds are compiled when they are first played. An adaptive policy must be a `Probe`.
     """
-    if engine.graphs is None or not engine.graphs.backend.any_bound:
+    if engine.graphs is None or not engine.graphs.executor.any_bound:
         return
     with workload.begun(engine):
         for number in workload.widths(engine):
@@ -221,7 +221,7 @@ def timed_kinds(engine: Engine) -> list[Kind]:
     """
     kinds = kinds_of(engine.policy)
     if engine.graphs is not None:
-        return kinds[:: len(kinds) - 1] if engine.graphs.backend.any_bound else kinds
+        return kinds[:: len(kinds) - 1] if engine.graphs.executor.any_bound else kinds
     whole = kinds[-1]
     cuts = engine.adaptive is not None and engine.adaptive.cuts
     return kinds + [whole._replace(nodes=n, cut=True) for n in WIDTHS if cuts and n < whole.nodes]
@@ -234,8 +234,8 @@ def _turns(engine: Engine, kinds: Sequence[Kind]) -> list[Callable[[], None]]:
 
 def engine_costs(engine: Engine, workload: Workload, recalibrate: bool = False) -> Costs:
     """Return the costs of this engine's rounds: cached ones, else measured ones."""
-    backend = engine.graphs and engine.graphs.backend
-    recorded = [type(backend).__name__, getattr(backend, "compiles", True), ops.backends()]
+    executor = engine.graphs and engine.graphs.executor
+    recorded = [type(executor).__name__, getattr(executor, "compiles", True), ops.backends()]
     kinds = [type(engine.policy).__name__, engine.policy.topk, timed_kinds(engine)]
     rules = [str(engine.verifier), own.digest(engine.verifier), own.digest(engine.policy)]
     how: dict[str, Any] = {"kinds": kinds, "workload": str(workload), "recorded": recorded, "rules": rules}

@@ -16,7 +16,7 @@ from specdec.cli.commands import parse
 from specdec.drafters import ngram
 from specdec.engine import graphs
 from specdec.engine.compiled import build
-from specdec.engine.compiled.backend import compiled_run
+from specdec.engine.compiled.rounds import compiled_run
 from specdec.model.target import Target
 from specdec.ops import linear as cpu_linear
 from specdec.ops import native
@@ -125,7 +125,7 @@ def test_a_graph_that_is_written_down_is_the_same_graph(drafter, sampling, tmp_p
     native.load()
     engine = Engine(*parts(drafter), graphs=Interpreted())
     engine.generate(**SHORT, sampling=sampling)
-    for graph in engine.graphs.backend.made:
+    for graph in engine.graphs.executor.made:
         text = pickle.dumps(build.written(graph))
         again = build.read(*pickle.loads(text))
         assert build.key_of(again) == build.key_of(graph)
@@ -165,7 +165,7 @@ def test_a_policy_learns_when_rounds_take_another_time(unpacked):
     rows = [engine.add(p, max_new_tokens=n, eos=frozenset()) for p, n in (([3, 5, 7], 90), ([1], 40))]
     captured = sum(report.captured for report in finish(engine))
     assert sorted(reported) == [(rows, levels) for rows in (1, 2) for levels in range(4)]
-    assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.backend.made) == 8
+    assert captured == len(engine.graphs.batch.graphs) == len(engine.graphs.executor.made) == 8
     assert_as_alone(target, rows)
     reported.clear()
     Engine(target, drafter, tree, graphs=Interpreted(), adaptive=policy).generate(**HOW)
@@ -179,7 +179,7 @@ def test_rows_are_written_into_the_memory_itself(unpacked):
     assert not compiled.overlap
     compiled.generate(**SHORT, observer=lambda report: saved.append(report.tree))
     assert len({tree.tokens.data_ptr() for tree in saved[1:]}) == len(saved) - 1 > 2
-    (graph,) = compiled.graphs.backend.made
+    (graph,) = compiled.graphs.executor.made
     written = [node.args[0] for node in graph.module.graph.nodes if node.target is torch.ops.aten.index_put_.default]
     # Keys and values of three layers; the accepted nodes of these; four levels of the drafter's only layer.
     assert len(written) == 2 * 3 + 3 + 2 * policy.steps
@@ -239,7 +239,7 @@ def test_libraries_differ_by_what_they_compute(monkeypatch, unpacked):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
         engine = Engine(tiny_target(layers=layers, seed=seed), graphs=Interpreted())
         engine.generate([[3]] * rows, max_new_tokens=2)
-        return build.key_of(engine.graphs.backend.made[0])
+        return build.key_of(engine.graphs.executor.made[0])
 
     assert key() == key(seed=1)
     assert len({key(), key(layers=2), key(rows=2), key(threads=2)}) == 4

@@ -117,9 +117,9 @@ def test_a_graph_serves_all_that_fits_and_no_more(monkeypatch):
     recorded, plain = Engine(target, drafter, policy, graphs=Tape()), launching(target, drafter, policy)
 
     def captures_for(**how) -> int:
-        before = recorded.graphs.backend.captures
+        before = recorded.graphs.executor.captures
         assert_same(outcome(recorded, **(SHORT | how)), outcome(plain, **(SHORT | how)))
-        return recorded.graphs.backend.captures - before
+        return recorded.graphs.executor.captures - before
 
     assert captures_for(sampling=SAMPLED) == 1
     assert captures_for(sampling=SAMPLED, prompts=[[1, 2], [6, 7, 8, 9]], max_new_tokens=[9, 4], seed=4) == 0
@@ -256,7 +256,7 @@ def test_graphs_hold_what_the_warm_up_has_made():
     recorded, plain = Engine(target, drafter, TREE, graphs=Tape()), launching(target, drafter, TREE)
     for _ in range(2):
         assert_same(outcome(recorded, **SHORT), outcome(plain, **SHORT))
-    assert recorded.graphs.backend.captures == 1
+    assert recorded.graphs.executor.captures == 1
 
 
 def test_another_engine_may_replace_the_tables_of_positions(monkeypatch):

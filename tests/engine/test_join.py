@@ -14,7 +14,7 @@ from tape import Interpreted, Tape, live_bytes
 
 from specdec import Engine, Recorder, Sampling
 from specdec.engine.adaptive import Fixed
-from specdec.engine.prefill import LEAST, Prefixes, Reading
+from specdec.engine.prefill import LEAST, ChunkedPrefill, Prefixes
 from specdec.engine.sequence import Sequence
 from specdec.model.cache import KVCache
 from specdec.trees import Chain, DynamicTree, SampledTree
@@ -237,7 +237,7 @@ def test_a_part_that_fails_can_be_repeated(monkeypatch):
     aborted = engine.add(**long(1))
     engine.step()
     engine.abort(aborted)
-    assert engine.loop.batch.reading.sequence is None
+    assert engine.loop.batch.chunked.sequence is None
     row, forward = engine.add(**long(2)), target.forward
     engine.step()
     monkeypatch.setattr(target, "forward", lambda *_, **__: 1 / 0)
@@ -367,8 +367,8 @@ def test_one_that_is_continued_gives_way():
 @torch.inference_mode()
 def test_a_prompt_that_was_read_is_for_its_row_only():
     target = tiny_target()
-    reading, row = Reading(target, target.new_cache(1, 20), (), 4), Sequence([1, 2, 3], 1)
-    assert reading.take([row.prompt]) is None
-    reading.read(row)
-    assert reading.take([[4, 5, 6]]) is reading.take([row.prompt, [4]]) is None
-    assert reading.take([row.prompt]) is not None
+    chunked, row = ChunkedPrefill(target, target.new_cache(1, 20), (), 4), Sequence([1, 2, 3], 1)
+    assert chunked.take([row.prompt]) is None
+    chunked.read(row)
+    assert chunked.take([[4, 5, 6]]) is chunked.take([row.prompt, [4]]) is None
+    assert chunked.take([row.prompt]) is not None

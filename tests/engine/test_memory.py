@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specdec import Engine, Sampling
 from specdec.engine import engine as engines
 from specdec.engine import memory
-from specdec.engine.memory import GIB, SMALL, Plan, Request, check, free_bytes, plan
+from specdec.engine.memory import GIB, SMALL, MemoryPlan, Request, check, free_bytes, plan
 from specdec.engine.round import Round
 from specdec.model.hf_target import TransformersTarget
 from specdec.model.target import Target
@@ -187,7 +187,7 @@ def test_free_memory_is_looked_for_as_far_as_needed(monkeypatch):
 
 
 def test_what_fits_and_what_does_not():
-    request = Plan(
+    request = MemoryPlan(
         weights=8 * GIB, target_cache=GIB, draft_cache=GIB // 2, prefill=GIB // 8, round=GIB // 16, graphs=GIB,
         libraries=GIB // 8,
     )  # fmt: skip

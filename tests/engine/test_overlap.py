@@ -211,7 +211,7 @@ def test_what_an_observer_reads(graphs, monkeypatch):
     assert all(watch.emitted == everything.emitted for watch in watches)
     assert len(everything.emitted) > 3
     if graphs:
-        assert engine.graphs.backend.captures == len(Reads)
+        assert engine.graphs.executor.captures == len(Reads)
         assert copied
     watch = Watch(Reads.LOGITS)
     Engine(target, graphs=Tape() if graphs else None).generate(**HOW, observer=watch)

@@ -74,7 +74,7 @@ def test_costs_are_measured_with_the_records_that_are_played_later(name, tmp_pat
     assert len(saved := list(tmp_path.rglob("*.json"))) == 1
     assert {tuple(point[0][:2]) for point in json.loads(saved[0].read_text())["points"]} == {(0, 1), (3, 4)}
     assert sorted({point[1] for point in json.loads(saved[0].read_text())["points"]}) == [1, 2, 4, 5]
-    made, levels = engine.graphs.backend.made, set()
+    made, levels = engine.graphs.executor.made, set()
     assert len(made) == 8
     for eos in (None, frozenset(), frozenset({4})):
         engine.reserve(5, 200, reads=Reads.TOKENS)
@@ -100,7 +100,7 @@ def test_measured_policies_and_recorded_rounds(tmp_path, monkeypatch, unpacked):
     parts = target, tiny_drafter(target)
     engine = Engine(*parts, Chain(16), graphs=Interpreted())
     prepare(engine, Workload(1, 128))
-    assert len(engine.graphs.backend.made) == 1
+    assert len(engine.graphs.executor.made) == 1
     engine = adaptive_engine("ema", Workload(1, 128), *parts, Chain(16), graphs=Interpreted())
     assert engine.adaptive.costs.choices == [0, 16]
     with pytest.raises(ValueError, match="a text may have 14 tokens, and to record and time rounds takes 15"):

@@ -1,4 +1,4 @@
-"""The backend that compiles rounds (docs/compile.md)."""
+"""The executor that compiles rounds (docs/compile.md)."""
 
 import sys
 import time

@@ -14,6 +14,8 @@ from specdec.children import KINDS
 from specdec.contracts import Drafter, TreePolicy
 from specdec.drafters.formats import load_drafter
 from specdec.engine.adaptive import Policy
+from specdec.engine.compatibility import check_settings
+from specdec.engine.sequence import is_seed
 from specdec.model.language_model import LanguageModel
 from specdec.model.loader import is_transformers, load_target
 from specdec.schema import check_value, nearest, shown, typed
@@ -33,7 +35,6 @@ TYPES: dict[str, Any] = {
     "logprobs": bool,
     "seed": int | list | tuple,
     "raw": bool,
-    "compile": bool | str,
     "children": str | None,
     "topk": int | None,
     "steps": int | None,
@@ -56,24 +57,16 @@ def check_types(**given: Any) -> None:
             raise ValueError(f"{name} is the class {value.__name__}: give one of its objects")
         if name in TYPES:
             check_value(typed(TYPES[name]), plain(value), name)
-    if isinstance(given.get("compile"), str) and given["compile"] != "aside":
-        raise ValueError(f"compile must be true, false or 'aside', got {shown(given['compile'])}")
-    if not (isinstance(graphs := given.get("graphs"), bool | None) or hasattr(graphs, "capture")):  # an `Executor`
-        raise ValueError(f"graphs must be true or false, got {shown(graphs)}")
+    check_settings(**{name: given[name] for name in ("compile", "graphs") if name in given})
     if not isinstance(adaptive := given.get("adaptive"), str | Policy | None):
         raise ValueError(f"adaptive must be the name of a policy, or a policy, got {shown(adaptive)}")
-    if isinstance(seeds := plain(given.get("seed")), list | tuple) and not all(map(_is_seed, seeds)):
+    if isinstance(seeds := plain(given.get("seed")), list | tuple) and not all(map(is_seed, seeds)):
         raise ValueError(f"each seed must be a whole number or two of them, got {shown(seeds)}")
     if given.get("children") not in (None, *KINDS):
         raise ValueError(f"children must be one of {', '.join(KINDS)}, got {shown(given['children'])}")
     observer = given.get("observer")
     if observer is not None and not callable(observer):
         raise ValueError(f"observer must be a function of a RoundReport, got {shown(observer)}")
-
-
-def _is_seed(value: Any) -> bool:
-    pair = value if isinstance(value, list | tuple) else (value, 0)
-    return len(pair) == 2 and all(isinstance(x, int) and -(2**63) <= x < 2**63 for x in pair)
 
 
 def check_prompts(prompts: Any, order: str) -> None:

@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.acceptance import Acceptance
 from specdec.model.cache import KVCache
-from specdec.model.layers import LinearMap
+from specdec.model.layers import Copyable, LinearMap
 from specdec.ops import Head
 from specdec.ops.likely import head_topk
 from specdec.structs import DraftTree, Survivors
@@ -122,7 +122,7 @@ class Children:
         raise NotImplementedError
 
 
-class Drafter(nn.Module):
+class Drafter(Copyable):
     """Base class of draft models.
 
     Draft position t holds the feature of token t and the embedding of token t+1, predicts token t+2, and has RoPE

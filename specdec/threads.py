@@ -118,7 +118,7 @@ class TimeLimit:
 class Threads:
     """Reduces torch's threads by the number of cores that other programs of normal priority occupy.
 
-    Results do not depend on the number of threads. `OMP_NUM_THREADS` fixes the number.
+    Results depend on the number by rounding alone. `OMP_NUM_THREADS` fixes the number.
     Source: the times in /proc/stat of the cores that this process may use. Elsewhere nothing changes.
     """
 

@@ -1,7 +1,9 @@
 """The Python interface: sixty wrong calls are one sentence each with the right name, and results are readable."""
 
+import copy
 import inspect
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -14,6 +16,12 @@ from specdec.__main__ import main
 from specdec.trees import DynamicTree
 
 HI = "The quick brown fox"
+
+
+def reserved(target) -> specdec.Engine:
+    engine = specdec.Engine(target)
+    engine.reserve(1, 9)
+    return engine
 
 
 # What is called with (target, drafter), and what the message must hold
@@ -104,6 +112,19 @@ WRONG = [
     (lambda t, d: specdec.generate(t, HI, d, adaptive=5), "adaptive must be the name of a policy"),
     (lambda t, d: specdec.generate(t, HI, d, graphs="x"), "graphs must be true or false"),
     (lambda t, d: specdec.generate(t, HI, d, compile="x"), "compile must be true, false or 'aside'"),
+    (lambda t, d: specdec.Engine(t, graphs="x"), "graphs must be true or false"),
+    (lambda t, d: specdec.Engine(t, compile="yes"), "compile must be true, false or 'aside'"),
+    (lambda t, d: specdec.Engine(t, overlap="no"), "overlap must be true or false"),
+    (lambda t, d: specdec.Engine(t, prefixes="1GB"), "prefixes must be a whole number"),
+    (lambda t, d: specdec.Engine(t, prefixes=-1), "prefixes must be at least 0"),
+    (lambda t, d: specdec.Engine(t).reserve("2", 9), "rows must be a whole number"),
+    (lambda t, d: specdec.Engine(t).reserve(2, 9, reads="x"), "reads must be a Reads"),
+    (lambda t, d: reserved(t).add(5), "a prompt must be a list"),
+    (lambda t, d: reserved(t).add([5], steps=1.5), "steps must be a whole number"),
+    (lambda t, d: reserved(t).add([5], top_logprobs=5.0), "top_logprobs must be a whole number"),
+    (lambda t, d: reserved(t).add([5], seed="a"), "seed must be a whole number, or two of them"),
+    (lambda t, d: reserved(t).add([5], eos="x"), "eos must be a set of token ids"),
+    (lambda t, d: reserved(t).add([5], grammar="x"), "grammar must be a Grammar"),
     (lambda t, d: specdec.generate(t, [HI], d, seed=[(1, 2, 3)]), "each seed must be a whole number or two"),
     (lambda t, d: specdec.generate(t, [HI], d, seed=["x"]), "each seed must be a whole number or two"),
     (lambda t, d: specdec.train("x.jsonl", out="y", steps="3"), "steps must be a whole number"),
@@ -181,13 +202,27 @@ def test_an_engine_that_decodes_refuses_another_call(pair):
     refusals = []
 
     def interrupt(report):
-        with pytest.raises(ValueError, match="use one engine for each thread") as error:
-            specdec.answer(engine, HI, max_new_tokens=2)
-        refusals.append(error)
+        answer = lambda: specdec.answer(engine, HI, max_new_tokens=2)  # noqa: E731
+        for call in (answer, lambda: engine.reserve(1, 9), lambda: engine.add([5]), engine.step):
+            with pytest.raises(ValueError, match="use one engine for each thread") as error:
+                call()
+            refusals.append(error)
 
     assert specdec.answer(engine, HI, max_new_tokens=8, observer=interrupt).rows[0].tokens == plain
     assert refusals
     assert specdec.answer(engine, HI, max_new_tokens=8).rows[0].tokens == plain
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_after_decoding_has_weights_of_its_own(pair, copied):
+    tokens = [row.tokens for row in specdec.generate(*pair[:1], [HI], pair[1], max_new_tokens=5).rows]
+    target, drafter = copied(pair)
+    for module in drafter.modules():
+        if isinstance(module, torch.nn.Linear):
+            with torch.no_grad():
+                module.weight.zero_()
+                assert not module(torch.ones(1, module.in_features)).any()
+    assert [row.tokens for row in specdec.generate(target, [HI], drafter, max_new_tokens=5).rows] == tokens
 
 
 def test_a_policy_begins_with_the_acceptance_at_the_temperature(pair, monkeypatch):

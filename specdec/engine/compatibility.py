@@ -1,5 +1,6 @@
 """Which targets, drafters, tree policies and verifiers fit together."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -7,9 +8,35 @@ import torch
 
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Policy
+from specdec.engine.report import Reads
 from specdec.model.language_model import LanguageModel
-from specdec.schema import shown
+from specdec.schema import check, ranged, shown
 from specdec.structs import Verifier
+
+
+@dataclass
+class Settings:
+    """Types and ranges of what an engine gets in addition to its parts."""
+
+    compile: bool | str
+    overlap: bool | None
+    compact: bool
+    abstain: bool
+    seed: int
+    reads: Reads
+    prefixes: int = ranged(0, 2**62)
+    rows: int = ranged(1, 2**31)
+    room: int = ranged(1, 2**31)
+    part: int = ranged(0, 2**31)
+
+
+def check_settings(graphs: object = None, **given: Any) -> None:
+    """Raise ValueError for the first value that is none of its field in `Settings`."""
+    check(Settings, given, "")
+    if isinstance(given.get("compile"), str) and given["compile"] != "aside":
+        raise ValueError(f"compile must be true, false or 'aside', got {shown(given['compile'])}")
+    if not (isinstance(graphs, bool | None) or hasattr(graphs, "capture")):  # an `Executor`
+        raise ValueError(f"graphs must be true or false, got {shown(graphs)}")
 
 
 def check_parts(target: object, drafter: object, policy: object, verifier: object, adaptive: object) -> None:
@@ -27,6 +54,8 @@ def check_parts(target: object, drafter: object, policy: object, verifier: objec
         raise TypeError(f"verifier must be a specdec.verify.Rule, see specdec.make_verifier, got {shown(verifier)}")
     if not isinstance(adaptive, Policy | None):
         raise TypeError(f"adaptive must be a policy, whose names specdec.generate takes, got {shown(adaptive)}")
+    if adaptive is not None and drafter is None:
+        raise ValueError("an adaptive policy chooses draft trees, and without a drafter there are none")
 
 
 def check_autocast(target: LanguageModel) -> None:

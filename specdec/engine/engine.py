@@ -10,15 +10,15 @@ import torch
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
-from specdec.engine.compatibility import check_autocast, check_parts
+from specdec.engine.compatibility import check_autocast, check_parts, check_settings
 from specdec.engine.executor import Executor
 from specdec.engine.graphs import make_graphs, widths_up_to
 from specdec.engine.loop import Loop
-from specdec.engine.memory import Request, check, free_bytes, is_limited, plan
+from specdec.engine.memory import Request, check_memory
 from specdec.engine.prefill import ChunkedPrefill, Prefixes
 from specdec.engine.report import Clock, Observer, Reads, Result, RoundReport, reads_of
 from specdec.engine.round import Round
-from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row
+from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row, raise_failure
 from specdec.model.language_model import LanguageModel
 from specdec.sampling.filters import settings_of
 from specdec.sampling.json_grammar import Grammar
@@ -65,12 +65,11 @@ class Engine:
     ):
         """Check that the parts fit together, and prepare rounds. Raises ValueError if the parts do not fit."""
         check_parts(target, drafter, policy, verifier, adaptive)
+        check_settings(graphs, compile=compile, overlap=overlap, compact=compact, abstain=abstain, prefixes=prefixes)
         self.round = Round(target, drafter, policy, verifier, children)
         self.target, self.drafter, self.verifier, self.device = target, drafter, verifier, target.device
         self.policy: Any = self.round.policy  # a `TreePolicy`; None without a drafter
         self.adaptive, self.round.adapts = adaptive, adaptive is not None
-        if adaptive is not None and drafter is None:
-            raise ValueError("an adaptive policy chooses draft trees, and without a drafter there are none")
         self.graphs = make_graphs(graphs, self.round, compile, adaptive, abstain)
         late = self.graphs is not None and self.graphs.executor.late
         if overlap is False and late:
@@ -98,9 +97,9 @@ class Engine:
             reads: The fields of a step's report that are read.
             part: Tokens of a prompt per prefill step; 0: all. Rounds run between the steps. Only the last reports rows.
         """
-        if min(rows, room) < 1:
-            raise ValueError(f"an engine needs room for 1 row of 1 token at least, got {rows} of {room}")
-        room = min(room, self.target.config.context)
+        self._check_free()
+        check_settings(rows=rows, room=room, seed=seed, reads=reads, part=part)
+        rows, room = int(rows), min(int(room), self.target.config.context)
         request = Request(rows, room, room, greedy=False, penalised=True, reads=reads, part=part)
         self._reserve(request, widths_up_to(rows) if self.compact else [rows], continuous=True)
         self.seed, self.added = seed, 0  # the second counts sequences
@@ -124,27 +123,16 @@ class Engine:
         `steps` limits the levels of the draft tree that count for it. `top_logprobs` stores so many alternatives.
         Raises ValueError if the prompt does not fit.
         """
+        self._check_free()
         if self.loop is None:
             raise ValueError("nothing is reserved: call Engine.reserve first")
-        eos, config = self.target.eos if eos is None else eos, self.target.config
-        if self.room <= len(prompt) < config.context:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens, room was reserved for {self.room}, new ones included"
-            )
-        sequence = make_sequence(
-            prompt,
-            max_new_tokens,
-            sampling,
-            (self.seed, self.added) if seed is None else seed,
-            stop,
-            grammar,
-            eos,
-            vocab=config.vocab,
-            context=self.room,
-            logprobs=logprobs,
-            steps=steps,
-            top_logprobs=top_logprobs,
-        )
+        eos, seed = self.target.eos if eos is None else eos, (self.seed, self.added) if seed is None else seed
+        vocab, room = self.target.config.vocab, self.room
+        if isinstance(prompt, abc.Sized) and room <= len(prompt) < self.target.config.context:
+            raise ValueError(f"the prompt has {len(prompt)} tokens, room was reserved for {room}, new ones included")
+        how: dict[str, Any] = {"logprobs": logprobs, "steps": steps, "top_logprobs": top_logprobs}
+        own = prompt, max_new_tokens, sampling, seed, stop, grammar, eos
+        sequence = make_sequence(*own, vocab=vocab, context=room, **how)
         self.added += 1
         self.waiting.append(sequence)
         return sequence
@@ -160,18 +148,32 @@ class Engine:
             chunked = self.loop.batch.chunked
             if chunked is not None and chunked.sequence is sequence:
                 chunked.drop()
-        elif self.loop is not None:
+        elif self.loop is not None and sequence in self.loop.batch.sequences:
             self.loop.batch.stop()
 
     @torch.inference_mode()
     def step(self) -> RoundReport | None:
-        """Prefill waiting sequences if rows are free, else run a round. Return None if nothing is left to do."""
+        """Prefill waiting sequences if rows are free, else run a round. Return None if nothing is left to do.
+
+        An error in a round, or an interrupt, drops all sequences. An error of a `Stop` ends its sequence alone.
+        """
+        self._check_free()
         if self.loop is None:
             return None
         self.loop.batch.clock.mark("output")  # the caller's time since the last step
-        if (report := self._step()) is None:
-            self.loop.rest()
+        try:
+            if (report := self._step()) is None:
+                self.loop.rest()
+        except BaseException as error:
+            if self.loop.lost or not isinstance(error, Exception):  # a prefill that fails is undone
+                self._clear()
+            raise
+        raise_failure(report.rows if report else ())
         return report
+
+    def _check_free(self) -> None:
+        if self.generating:  # in another thread, or an observer calls
+            raise ValueError("the engine is in the middle of a generate: use one engine for each thread")
 
     def _step(self) -> RoundReport | None:  # `generate` is in inference mode already: to enter it takes microseconds
         loop, batch = self.loop, self.loop.batch
@@ -228,8 +230,7 @@ class Engine:
         start, config, eos = time.perf_counter(), self.target.config, self.target.eos if eos is None else eos
         if len(prompts) == 0:
             raise ValueError("no prompt was given")
-        if self.generating:  # in another thread, or an observer calls
-            raise ValueError("the engine is in the middle of a generate: use one engine for each thread")
+        self._check_free()
         seeds = seed if isinstance(seed, abc.Sequence) else [(seed, row) for row in range(len(prompts))]
         given: Any = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds, "stop": stop}
         columns = [per_row(value, len(prompts), name) for name, value in (given | {"grammar": grammar}).items()]
@@ -248,6 +249,7 @@ class Engine:
             self._reserve(request, [len(rows)])  # fewer rows would need captures of their own
             self.waiting, clock, begun, mark, prefill_seconds = list(rows), self.loop.batch.clock, start, 0, 0.0
             while (report := self._step()) is not None:
+                raise_failure(report.rows)
                 if report.prefill:  # with a prefix cache several, and rounds between them
                     prefill_seconds += time.perf_counter() - begun - clock.seconds(mark).get("capture", 0.0)
                 if observer is not None:
@@ -269,12 +271,12 @@ class Engine:
         request = replace(request, prefixes=prefixes, captures=len(widths) * levels)
         self.room, room, clock = request.room, request.room, Clock(self.device)
         if self.graphs is None:
-            self._check_memory(request)
+            check_memory(self.round, request)
             how: dict[str, Any] = {name: getattr(self, name) for name in ("overlap", "compact", "abstain", "adaptive")}
             batch = Batch(self.round, request.batch, room, clock, **how)
         else:
             room = self.graphs.room_for(widths, room)
-            self._check_memory(replace(request, room=room), allocated=self.graphs.batch is not None)
+            check_memory(self.round, replace(request, room=room), True, allocated=self.graphs.batch is not None)
             batch = self.graphs.begin(widths, room, clock, self.adaptive, continuous)
         batch.reads, batch.chunked = request.reads, None
         if (request.part or self.prefixes) and self.target.reads_on:
@@ -288,11 +290,3 @@ class Engine:
         if self.loop is not None:
             self.loop.threads.restore()
         self.waiting, self.loop, self.room, self.chunk_read = [], None, 0, False
-
-    def _check_memory(self, request: Request, allocated: bool = False) -> None:
-        """Raise ValueError for a request that a GPU cannot hold, before anything is allocated."""
-        if is_limited(self.device):
-            if self.drafter is not None and not allocated:
-                self.drafter.reset(1, 1)  # it holds the cache of the last call
-            wanted = plan(self.round, request, self.graphs is not None)
-            check(wanted, free_bytes(self.device, wanted.needed_again if allocated else wanted.needed), allocated)

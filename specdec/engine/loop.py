@@ -55,6 +55,7 @@ class Loop:
         self.pending: list[tuple[RoundReport, int]] = []  # rounds that were not read, with their numbers in the reader
         self.threads = Threads(batch.device.type == "cpu")
         self.ended: set[Sequence] = set()  # the sequences that the host knew to have ended a round ago
+        self.lost = False  # a round is played or read: what it emits is lost if that fails
 
     @property
     def lag(self) -> int:
@@ -73,11 +74,13 @@ class Loop:
         text ends early.
         """
         self.threads.adapt()
+        self.lost = True
         while going := self.batch.going():
             started = self._launch(going)
             if len(self.pending) > self.lag or not started:
                 return self._read(*self.pending.pop(0), captured=self.batch.captured)
         self.pending.clear()  # void: all their rows ended before
+        self.lost = False
         return None
 
     def drain(self) -> RoundReport | None:
@@ -109,7 +112,7 @@ class Loop:
 
     def _read(self, report: RoundReport, copy: int, captured: bool = False) -> RoundReport:
         """Read a round, and add its tokens to its sequences. captured: as in `RoundReport`."""
-        made = report.emission.present()
+        self.lost, made = True, report.emission.present()
         lists = self.reader.finish(copy) if self.lag else [x.tolist() for x in made.values()]
         read = Emission(**dict(zip(made, lists, strict=True)))
         report.emission, report.levels, report.logprobs, report.captured = read, read.levels, read.logprobs, captured
@@ -129,4 +132,5 @@ class Loop:
         if report.plan is not None and self.batch.controller is not None:
             self.batch.controller.learn(report, read.counts)
         self.batch.clock.mark("host")
+        self.lost = False
         return report

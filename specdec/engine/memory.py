@@ -214,6 +214,16 @@ def unused_bytes(segments: abc.Iterable[dict], device: int) -> int:
     return sum(s["total_size"] - s["active_size"] for s in ours)
 
 
+def check_memory(round_: Round, request: Request, graphs: bool = False, allocated: bool = False) -> None:
+    """Raise ValueError for a request that a GPU cannot hold, before memory is allocated. allocated: as for `check`."""
+    device = round_.target.device
+    if is_limited(device):
+        if round_.drafter is not None and not allocated:
+            round_.drafter.reset(1, 1)  # it holds the cache of the last call
+        wanted = plan(round_, request, graphs)
+        check(wanted, free_bytes(device, wanted.needed_again if allocated else wanted.needed), allocated)
+
+
 def check(plan: MemoryPlan, free: int, allocated: bool = False) -> None:
     """Raise ValueError, with the numbers, if a plan does not fit into `free` bytes.
 

@@ -29,7 +29,8 @@ class Sequence:
     """One text while it is decoded, and its result. It ends after `limit` tokens for the reason `at_limit`.
 
     finish: 'eos', 'stop' (a `Stop` said so, or the grammar lets nothing follow), 'length' (max_new_tokens), 'context'
-    (the target's context is full), 'abort' (the caller did not want more) or 'error' (the grammar's library gave up).
+    (the target's context is full), 'abort' (the caller did not want more) or 'error' (the grammar's library gave up,
+    or the `Stop` has raised `failure`).
     """
 
     prompt: list[int]
@@ -46,6 +47,7 @@ class Sequence:
     likely: list[list[tuple[int, float]]] = field(default_factory=list)  # by token: they and theirs, best first
     cached: int = 0  # tokens of the prompt that need not be read, as they were with another one
     finish: str | None = None
+    failure: Exception | None = None
     matcher: TextMatcher | None = None  # where the text stands in its grammar, while it is decoded
     trace: RowTrace = field(default_factory=RowTrace)
 
@@ -98,8 +100,12 @@ class Sequence:
         """Return how the next token ends the text; None if it does not."""
         if token in self.eos:
             return "eos"
-        if self.stop is not None and self.stop.add(token):
-            return "stop"
+        try:
+            if self.stop is not None and self.stop.add(token):
+                return "stop"
+        except Exception as error:  # of the caller's code: `raise_failure`, when the other rows have their tokens
+            self.failure = error
+            return "error"
         if self.matcher is None:
             return None
         if not self.matcher.take(token):
@@ -124,6 +130,20 @@ class Masks:
         return masked(logits, [s.matcher for s in self.sequences], *seen)
 
 
+def raise_failure(sequences: abc.Iterable[Sequence]) -> None:
+    """Raise the first error of a `Stop` that was not raised before."""
+    for sequence in sequences:
+        if (failure := sequence.failure) is not None:
+            sequence.failure = None
+            raise failure
+
+
+def is_seed(value: Any) -> bool:
+    """Return whether this is a `Seed`, or a number that stands for one."""
+    pair = value if isinstance(value, list | tuple) else (value, 0)
+    return len(pair) == 2 and all(isinstance(x, Integral) and -(2**63) <= int(x) < 2**63 for x in pair)
+
+
 def make_sequence(
     prompt: list[int],
     max_new_tokens: int,
@@ -144,7 +164,12 @@ def make_sequence(
         ("max_new_tokens", max_new_tokens, isinstance(max_new_tokens, Integral), "a whole number"),
         ("sampling", sampling, isinstance(sampling, Sampling | None), "a specdec.Sampling"),
         ("stop", stop, stop is None or hasattr(stop, "add"), "a Stop, such as specdec.text.StopStrings"),
-        ("eos", eos, isinstance(eos, abc.Collection), "a set of token ids"),
+        ("eos", eos, isinstance(eos, abc.Collection) and not isinstance(eos, str), "a set of token ids"),
+        ("seed", seed, is_seed(seed), "a whole number, or two of them"),
+        ("steps", steps, isinstance(steps, Integral | None), "a whole number"),
+        ("top_logprobs", top_logprobs, isinstance(top_logprobs, Integral), "a whole number"),
+        ("logprobs", logprobs, isinstance(logprobs, bool), "true or false"),
+        ("grammar", grammar, grammar is None or hasattr(grammar, "ends"), "a Grammar"),
     ):
         if not right:
             raise ValueError(f"{name} must be {wanted} here, got {shown(value)}")

@@ -8,9 +8,10 @@ from typing_extensions import override
 
 from specdec.model.archs import ModelConfig
 from specdec.model.cache import KVCache
+from specdec.model.layers import Copyable
 
 
-class LanguageModel(nn.Module):
+class LanguageModel(Copyable):
     """A decoder-only language model whose every forward runs over a KVCache (`Target.forward` describes it).
 
     The loader sets `name`, `tokenizer` and `eos`.

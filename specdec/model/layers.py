@@ -29,7 +29,15 @@ else:
     ModuleList = nn.ModuleList
 
 
-class Freezable(nn.Module):
+class Copyable(nn.Module):
+    """A module whose copies, and pickles, have neither its cache nor functions that are bound to its weights."""
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("frozen", "adds", "parts", "cache")}
+
+
+class Freezable(Copyable):
     """A module whose `bind` returns its computation as a plain function of its present weights.
 
     A decoder calls tens of modules a token. At every call torch looks up hooks, parameters and submodules; for

@@ -26,6 +26,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from specdec import __version__
+from specdec.schema import shown
 from specdec.serve.exchange import Exchange, Receive, Send, read_body, unless_stopped
 from specdec.serve.jobs import Delta
 from specdec.serve.metrics import Metrics
@@ -116,7 +117,9 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     @app.exception_handler(405)
     async def not_there(request: Request, error: Exception):
         message = f"{request.method} {request.url.path} is not served here"
-        return await refused(request, Refusal(message, status=getattr(error, "status_code", 404)))
+        response = await refused(request, Refusal(message, status=getattr(error, "status_code", 404)))
+        response.headers.update(getattr(error, "headers", None) or {})  # `Allow`, of a 405
+        return response
 
     @app.exception_handler(Exception)
     async def bug(request: Request, error: Exception):
@@ -169,6 +172,8 @@ class Callers:
             return Refusal(FOREIGN.format("web page", origin, "--cors-origins"), status=403)
         if request.headers.get("content-type", "").lower().startswith("text/plain"):
             return Refusal("the body must be application/json, not text/plain", status=415)
+        if (encoding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+            return Refusal(f"bodies in the encoding {shown(encoding)} are not read: send plain JSON", status=415)
         return None
 
 
@@ -218,9 +223,15 @@ def _add_answers(app: FastAPI, service: Service, api_key: str | None) -> None:
         call = asyncio.get_running_loop().run_in_executor(tokenizing, function, body)
         return await unless_stopped(service.scheduler, call)
 
+    @app.get("/v1/models/", include_in_schema=False, **guards)
     @app.get("/v1/models", **guards)
     async def models():
         return service.models()
+
+    @app.get("/v1/models/{name:path}", **guards)
+    async def model(name: str):
+        service.check_model(name)
+        return service.models()["data"][0]
 
     @app.post("/v1/chat/completions", **guards)
     async def chat(request: Request):

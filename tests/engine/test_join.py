@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_said():
     engine = Engine(tiny_target(), graphs=Tape())
     with pytest.raises(ValueError, match=r"nothing is reserved: call Engine\.reserve first"):
         engine.add([1])
-    with pytest.raises(ValueError, match="room for 1 row of 1 token at least, got 0 of 5"):
+    with pytest.raises(ValueError, match="rows must be at least 1, got 0"):
         engine.reserve(0, 5)
     engine.reserve(1, 8)
     with pytest.raises(ValueError, match="the prompt has 8 tokens, room was reserved for 8, new ones included"):
@@ -154,6 +154,62 @@ def test_what_does_not_fit_is_said():
     finish(engine)
     assert (len(row.tokens), row.finish) == (6, "context")
     assert engine.step() is None
+
+
+class Failing:
+    """A `Stop` that raises an error at its n-th token."""
+
+    def __init__(self, place: int, error: BaseException):
+        self.place, self.error = place, error
+
+    def add(self, token: int) -> bool:
+        self.place -= 1
+        if self.place == 0:
+            raise self.error
+        return False
+
+
+@pytest.mark.parametrize("place", [1, 2, 4])
+@pytest.mark.parametrize("way", ["at once", "overlapped", "captured"])
+def test_an_error_in_a_stop_ends_its_sequence_alone(way, place):
+    """At the first token, in the prefill, too. An interrupt, after which tokens may be missing, drops all sequences."""
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), TREE, **WAYS[way]())
+    engine.reserve(3, 40)
+    for error in (KeyError(), KeyboardInterrupt()):
+        stops = [None, Failing(place, error), None]
+        rows = [engine.add(p, max_new_tokens=9, eos=frozenset(), stop=s) for p, s in zip(PROMPTS, stops, strict=True)]
+        with pytest.raises(type(error)):
+            finish(engine)
+        finish(engine)
+        if isinstance(error, Exception):
+            assert (len(rows[1].tokens), rows[1].finish) == (place, "error")
+            assert_as_alone(target, [rows[0], rows[2]])
+    with pytest.raises(ValueError, match="nothing is reserved"):
+        engine.add([1])
+
+
+def test_an_error_in_a_round_drops_all_sequences(monkeypatch):
+    target = tiny_target()
+    engine = Engine(target, tiny_drafter(target), TREE)
+    engine.reserve(1, 40)
+    engine.add(PROMPTS[0])
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.drafter, "extend", lambda *_: 1 / 0)  # the target has committed its tokens
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.step() is None
+
+
+def test_sequences_of_an_earlier_reserve_can_be_aborted():
+    engine = Engine(tiny_target())
+    engine.reserve(1, 40)
+    row = engine.add(PROMPTS[0])
+    engine.step()
+    engine.reserve(1, 40)
+    engine.abort(row)
+    assert row.finish == "abort"
 
 
 def test_an_error_in_an_observer_ends_what_was_decoded():

@@ -12,7 +12,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec import Engine, Sampling
-from specdec.engine import engine as engines
 from specdec.engine import memory
 from specdec.engine.memory import GIB, SMALL, MemoryPlan, Request, check, free_bytes, plan
 from specdec.engine.round import Round
@@ -203,8 +202,8 @@ def test_what_fits_and_what_does_not():
 def test_refused_before_anything_is_allocated(monkeypatch, graphs):
     target = tiny_target()
     engine = Engine(target, tiny_drafter(target), DynamicTree(3, 3, 9), graphs=graphs, prefixes=10**5)
-    monkeypatch.setattr(engines, "is_limited", lambda device: True)
-    monkeypatch.setattr(engines, "free_bytes", lambda device, wanted: 10**6)
+    monkeypatch.setattr(memory, "is_limited", lambda device: True)
+    monkeypatch.setattr(memory, "free_bytes", lambda device, wanted: 10**6)
     with monkeypatch.context() as patch:
         patch.setattr(target, "new_cache", lambda *sizes: pytest.fail("a cache was allocated"))
         with pytest.raises(ValueError, match=r"this request does not fit: it needs 0\.\d\d"):
@@ -216,7 +215,7 @@ def test_refused_before_anything_is_allocated(monkeypatch, graphs):
         held.append(engine.drafter.cache.all_lens.numel())
         return 10**9
 
-    monkeypatch.setattr(engines, "free_bytes", free)
+    monkeypatch.setattr(memory, "free_bytes", free)
     for _ in range(2):
         assert len(engine.generate([[1] * 40] * 3, max_new_tokens=5).rows[0].tokens) == 5
     if graphs is not None:

@@ -83,7 +83,9 @@ def test_a_target_of_transformers_with_settings_of_each_row(tmp_path):
     samplings = [Sampling(repetition_penalty=1.3), SAMPLED, Sampling(0.7, frequency_penalty=0.5)]
     how = {"max_new_tokens": 12, "sampling": samplings, "logprobs": True, "eos": frozenset()}
     for parts in ((), (eagle3.create(target).eval(), DynamicTree(3, 3, 9))):
-        results = [outcome(Engine(target, *parts, overlap=late), stop=[None, After(3), None], **how) for late in (0, 1)]
+        results = [
+            outcome(Engine(target, *parts, overlap=late), stop=[None, After(3), None], **how) for late in (False, True)
+        ]
         assert_same(results[1], results[0])
         assert [row[1] for row in results[0][0]] == ["length", "stop", "length"]
 

@@ -14,6 +14,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("httpx2")
 
 import httpx2
+import torch
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -107,8 +108,10 @@ class Server:
 
 
 def serve(pair, use: Callable[[Server], Awaitable], **how) -> None:
-    """Let `use` talk to a server of this target and drafter."""
-    asyncio.run(served_to(pair, use, **how))
+    """Let `use` talk to a server of this target and drafter, with a fixed number of threads: MKL rounds by it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        asyncio.run(served_to(pair, use, **how))
 
 
 def served(**how) -> Callable[[Callable[..., Awaitable]], Callable]:

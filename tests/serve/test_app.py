@@ -247,6 +247,7 @@ async def test_errors_have_openais_form(server):
     await refused(413, "more than 4000 bytes", code="request_too_large", content=b" " * 5000)
     await refused(404, "GET /nothing is not served", path="/nothing", method="GET")
     await refused(405, "GET /v1/completions is not served", method="GET")
+    assert (await server.client.get(TEXT)).headers["allow"] == "POST"
     await refused(429, "try again later", code="queue_full", json={"prompt": "x", "n": 6})
     assert (await server.counters())["specdec:requests_refused_total 429"] == 1
     server.scheduler.close()
@@ -258,6 +259,8 @@ async def test_errors_have_openais_form(server):
 async def test_what_is_reported_of_the_model(server):
     (model,) = (await server.client.get("/v1/models")).json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 100)
+    assert (await server.client.get("/v1/models/tiny")).json() == model
+    await server.refused(404, "no model 'a/b'", "model", "model_not_found", path="/v1/models/a%2Fb", method="GET")
     seen = await server.post("/tokenize", prompt="Ein Café")
     assert seen["tokens"] == server.target.tokenizer("Ein Café")["input_ids"]
     assert seen["count"] == len(seen["tokens"])

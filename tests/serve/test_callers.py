@@ -54,6 +54,8 @@ async def test_hosts_pages_and_bodies_of_strangers(server):
         ({"host": "localhost", "origin": "null"}, 403),
         ({"host": "localhost", "content-type": "text/plain;charset=UTF-8"}, 415),
         ({"host": "localhost", "content-type": "Text/Plain"}, 415),
+        ({"host": "localhost", "content-encoding": "GZip"}, 415),
+        ({"host": "localhost", "content-encoding": "identity"}, 200),
         ({"host": "localhost", "content-type": "application/json; charset=utf-8"}, 200),
     ):
         answer = await server.client.post(TEXT, json=ASK, headers=headers)
@@ -64,7 +66,7 @@ async def test_hosts_pages_and_bodies_of_strangers(server):
     assert (answer.status_code, answer.headers["x-request-id"]) == (403, "abc")
     server.client.headers["host"] = "localhost"
     counted = await server.counters()
-    assert [counted[f"specdec:requests_refused_total {status}"] for status in (403, 415)] == [6, 2]
+    assert [counted[f"specdec:requests_refused_total {status}"] for status in (403, 415)] == [6, 3]
 
 
 def test_a_server_for_this_machine_answers_to_its_names_only():

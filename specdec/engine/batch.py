@@ -240,7 +240,6 @@ class Batch:
         most: levels of the tree, 0 for a plain round; None for all.
         """
         tensors, reads = self.tensors, self.reads
-        eos: Any = settings.eos
 
         def run(bound: int) -> RoundReport:
             tensors.bound(bound)
@@ -249,10 +248,11 @@ class Batch:
                 levels = proposed if levels is None else torch.minimum(proposed, levels)
             if levels is not None and planned is not None:
                 levels = levels.clamp(max=planned)
-            played = tensors.root, tensors.state, self.cache, tensors.active, settings, levels, most
-            root, state, report = self.round.play(*played, self.controller)
+            root, state, report = self.round.play(
+                tensors.root, tensors.state, self.cache, tensors.active, settings, levels, most, self.controller
+            )
             if self.overlap:
-                tensors.settle(eos, report.emission.tokens, report.emission.counts)
+                tensors.settle(settings.eos, report.emission.tokens, report.emission.counts)
             tensors.store(root, state)
             return report.only(reads)
 

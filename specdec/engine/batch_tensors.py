@@ -149,11 +149,10 @@ class BatchTensors:
         if not self.fixed:
             self.settings = settings
             return
-        eos: Any = settings.eos
         sampling: Any = settings.sampling  # the part that decides which operators run: of a table the filters
         sampling = sampling.program if isinstance(sampling, SamplingBatch) else sampling
         given = settings.penalties is not None, settings.logprobs, settings.likely, settings.steps is not None
-        self.kind = *eos.shape, sampling, *given
+        self.kind = *settings.eos.shape, sampling, *given
         self.settings = self.kinds.setdefault(self.kind, replace(settings, clock=SilentClock()))
         self.settings.masks = settings.masks
         for name in ("sampling", "penalties", "noise", "steps", "eos"):
@@ -203,13 +202,13 @@ def settings_for(
     width = max(width, *(len(s.eos) for s in sequences))
     eos = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]
     return RoundSettings(
-        sampling,
-        round_.noise([s.seed for s in sequences]),
-        clock,
-        penalties,
-        Masks(sequences) or None,
-        any(s.logprobs is not None for s in sequences),
-        min(MOST_LIKELY, round_.target.vocab) if any(s.top for s in sequences) else 0,
-        steps,
-        torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width),
+        sampling=sampling,
+        noise=round_.noise([s.seed for s in sequences]),
+        clock=clock,
+        eos=torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width),
+        penalties=penalties,
+        masks=Masks(sequences) or None,
+        logprobs=any(s.logprobs is not None for s in sequences),
+        likely=min(MOST_LIKELY, round_.target.vocab) if any(s.top for s in sequences) else 0,
+        steps=steps,
     )

@@ -228,12 +228,12 @@ class Engine:
             observer: Called after every step.
         """
         start, config, eos = time.perf_counter(), self.target.config, self.target.eos if eos is None else eos
-        if len(prompts) == 0:
-            raise ValueError("no prompt was given")
         self._check_free()
-        seeds = seed if isinstance(seed, abc.Sequence) else [(seed, row) for row in range(len(prompts))]
+        if (count := len(prompts)) == 0:
+            raise ValueError("no prompt was given")
+        seeds = seed if isinstance(seed, abc.Sequence) else [(seed, row) for row in range(count)]
         given: Any = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seeds, "stop": stop}
-        columns = [per_row(value, len(prompts), name) for name, value in (given | {"grammar": grammar}).items()]
+        columns = [per_row(value, count, name) for name, value in (given | {"grammar": grammar}).items()]
         how: dict[str, Any] = {"eos": eos, "logprobs": logprobs, "vocab": config.vocab, "context": config.context}
         rows = [make_sequence(*own, **how) for own in zip(prompts, *columns, strict=True)]
         request = Request(
@@ -247,7 +247,7 @@ class Engine:
         self.generating = True
         try:
             self._reserve(request, [len(rows)])  # fewer rows would need captures of their own
-            self.waiting, clock, begun, mark, prefill_seconds = list(rows), self.loop.batch.clock, start, 0, 0.0
+            self.waiting, clock, begun, mark, prefill_seconds = rows[:], self.loop.batch.clock, start, 0, 0.0
             while (report := self._step()) is not None:
                 raise_failure(report.rows)
                 if report.prefill:  # with a prefix cache several, and rounds between them

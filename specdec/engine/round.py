@@ -36,12 +36,12 @@ class RoundSettings:
     sampling: Sampling | SamplingBatch
     noise: Noise
     clock: Clock | SilentClock
+    eos: Tensor  # [B,E] EOS ids per row, padded with -1
     penalties: Penalties | None = None
     masks: Masks | None = None  # of grammars
     logprobs: bool = False  # compute those of the emitted tokens
     likely: int = 0  # and so many of the most likely tokens in the place of each
     steps: Tensor | None = None  # [B] levels of the tree that count for each row; None: all of them
-    eos: Tensor | None = None  # [B,E] EOS ids per row, padded with -1
 
     def shaped(self, logits: Tensor, tree: DraftTree | None = None) -> Tensor:
         """Return logits [B,N,V] as tokens are drawn from them: with penalties, and as grammars allow."""

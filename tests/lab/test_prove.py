@@ -11,7 +11,7 @@ from hybrids import hybrid_target
 from scipy import stats
 
 from specdec.engine.engine import Engine
-from specdec.lab.proof import prove
+from specdec.lab.proof import prove_command
 from specdec.lab.proof.equality import EqualityProver, Mismatch
 from specdec.lab.proof.laws import chi_square, exact_distance, prove_law, prove_sampled
 from specdec.lab.proof.proof import OneInAThousand, Proof, verdict_line
@@ -144,7 +144,7 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path, monkeypatch):
     assert "No bug found" in (tmp_path / "proof.md").read_text()
     main([*how, "--draws", "4000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out
-    monkeypatch.setattr(prove, "write_text", Mock(side_effect=ValueError("cannot write")))
+    monkeypatch.setattr(prove_command, "write_text", Mock(side_effect=ValueError("cannot write")))
     with pytest.raises(SystemExit, match="2"):
         main([*how, "--draws", "1000", "--out", str(tmp_path / "other.md")])
     assert "No bug found" in capsys.readouterr().out  # shown although it cannot be written

@@ -5,6 +5,7 @@ import copy
 import itertools
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -62,6 +63,13 @@ def test_results_name_the_command_as_one_types_it(monkeypatch, arguments, module
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and SimpleNamespace(name=module), raising=False)
     assert command_line() == command
+
+
+def test_a_site_without_its_builder_is_refused_before_pages_are_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: pytest.fail("pages were removed"))
+    with pytest.raises(SystemExit, match="run `make docs`"):
+        runpy.run_path(str(ROOT / "scripts" / "build_docs.py"), run_name="__main__")
 
 
 # vLLM

@@ -75,8 +75,9 @@ def stage() -> None:
 
 
 if __name__ == "__main__":
+    if not (zensical := Path(sys.executable).parent / "zensical").exists():
+        raise SystemExit(f"there is no {zensical}: run `make docs`, or pip install '.[docs]'")
     stage()
-    zensical = Path(sys.executable).parent / "zensical"
     command = [zensical, "build", "--clean", "--strict"]
     done = subprocess.run(command, cwd=ROOT, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     print(done.stdout)

@@ -31,6 +31,7 @@ SOURCES = {
     "gpteacher_codegen": 4600, "gpteacher_roleplay": 3500, "dolly": 6400, "oasst": 6000, "gsm": 3000,
     "llamafactory": 1200, "flan_cot": 1000,
 }  # fmt: skip
+LEAST = 5000  # characters of a book
 UNUSED = re.compile("toolformer|sgd|taskmaster|glaive")
 SUMMARISE = (
     "Summarize: ", "Summarize the following passage.\n\n", "What is this passage about?\n\n",
@@ -95,8 +96,8 @@ def questions(path: Path, seen: set[str], rng: random.Random) -> Iterator[Turns]
     """Yield the questions of conversations that begin with a new one, at most as many as `SOURCES` says."""
     pools = defaultdict(list)
     for row in map(Record.fields, read_records(path)):
-        source = next((name for name in SOURCES if row["id"].startswith(name)), None)
-        asked = [turn["value"] for turn in row["conversations"] if turn["from"] == "human"]
+        source = next((name for name in SOURCES if str(row.get("id")).startswith(name)), None)
+        asked = [turn["value"] for turn in row.get("conversations", ()) if turn["from"] == "human"]
         if source is None or UNUSED.search(row["id"]) or not asked or not 8 <= len(asked[0]) <= 1600:
             continue
         if signature(asked[0]) not in seen:
@@ -108,7 +109,9 @@ def questions(path: Path, seen: set[str], rng: random.Random) -> Iterator[Turns]
 
 def passages(path: Path, number: int, rng: random.Random) -> Iterator[Turns]:
     """Yield passages of books to be summarised."""
-    books = [row["text"] for row in map(Record.fields, read_records(path))]
+    texts = [row.get("text") for row in map(Record.fields, read_records(path))]
+    if not (books := [text for text in texts if isinstance(text, str) and len(text) > LEAST]):
+        raise ValueError(f"{path} holds no book: give records whose `text` has more than {LEAST} characters")
     while number:
         book = rng.choice(books)
         start = book.find(". ", rng.randrange(len(book) // 10, len(book) * 9 // 10)) + 2

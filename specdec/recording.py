@@ -31,6 +31,7 @@ class Text:
     # The `steps` tokens that the target emits after the end: a round accepts of them and is cut off. Without them only
     # the rounds' accepted tokens after the end are unknown.
     beyond: list[int] = field(default_factory=list)
+    sampling: Sampling = field(default_factory=Sampling)  # that it was drawn with
 
     @property
     def roots(self) -> int:

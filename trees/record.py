@@ -43,7 +43,8 @@ def answers_to(
     Answer number i has the seed (seed, i).
     """
     ids = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    texts = [Text(prompt, [], (seed, number)) for number, prompt in enumerate(ids)]
+    how: dict[str, Any] = {"sampling": sampling or Sampling()}
+    texts = [Text(prompt, [], (seed, number), **how) for number, prompt in enumerate(ids)]
     answers = _continue(target, texts, max_new_tokens, sampling, target.eos if eos is None else eos)
     return [replace(text, tokens=tokens) for text, tokens in zip(texts, answers, strict=True)]
 
@@ -66,15 +67,15 @@ def record(
     drafts all candidates of `steps` levels for each of them, and for a block whose slots do not depend on each other's
     tokens the best tokens of each slot, as many as the largest of `topks`.
 
-    texts: the target's answers, see `answers_to`. sampling: that of the texts. children: which ones to draft above
-    temperature 0, 'coupled', which depend on the seeds of the texts, or 'likeliest'. batch: pieces of text that run at
-    once.
+    texts: the target's answers, see `answers_to`. sampling: instead of that of the texts. children: which ones to draft
+    above temperature 0, 'coupled', which depend on the seeds of the texts, or 'likeliest'. batch: pieces of text that
+    run at once.
 
     Raises:
         ValueError: The settings do not fit the drafter or the texts.
     """
-    sampling = sampling or Sampling()
     _check(target, drafter, texts, topks, steps)
+    sampling = sampling or texts[0].sampling
     if topks and sampling.penalised:
         raise ValueError("texts under penalties cannot be replayed: what a node may be followed by depends on its path")
     if children not in ("coupled", "likeliest"):

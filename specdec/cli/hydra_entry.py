@@ -46,7 +46,8 @@ def start(name: str, command: Command, given: Sequence[str]) -> None:
         check_places(plain)  # first, as it needs no torch
         check_settings(plain, command.conf)
         if "target" in plain:
-            loading(name, (plain["target"] or {}).get("path"), plain.get("draft"))
+            target = plain.get("shape") or plain["target"] or {}  # a shape has a name, and random weights
+            loading(name, target.get("name") or target.get("path"), plain.get("draft"))
         import_module(f"specdec.{command.module}").run(settings)
 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # let errors through to us instead of printing half a traceback

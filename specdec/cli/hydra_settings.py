@@ -12,7 +12,7 @@ from typing import Any
 from specdec import registry
 from specdec.cli.limits import LIMITS
 from specdec.cli.reading import check_yaml, read_text
-from specdec.schema import check_value, parameters, shown
+from specdec.schema import check_value, kinds_of, parameters, shown
 
 QUOTES = "quote a value with spaces, brackets or commas, as in \"data.path='my file.jsonl'\""
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
@@ -129,6 +129,9 @@ def _walk(path: str, value: Any, default: Any) -> None:
     number = isinstance(default, int | float)
     if (number and isinstance(value, Mapping)) or (number and isinstance(value, list) and path not in AXES):
         _check_type(path, value, default)
+    nullable = name in LIMITS and name != "taps" and type(None) in kinds_of(LIMITS[name].type)  # null by default
+    if nullable and isinstance(value, Mapping | list) and path not in AXES:
+        check_value(LIMITS[name], value, path)
     if isinstance(value, Mapping):
         known = default if isinstance(default, Mapping) else {}
         if path in FIXED and known:

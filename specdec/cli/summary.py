@@ -93,12 +93,14 @@ def _time(seconds: float) -> str:
 def print_summary(session: Session, s: dict) -> None:
     """The summary as lines for people."""
     rounds = "1 round" if s["rounds"] == 1 else f"{s['rounds']} rounds"
-    print(f"\n{s['num_tokens']} tokens in {rounds}, tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s")
+    speed = f", tau {s['tau']:.2f}, {s['tokens_per_second']:.1f} tokens/s" if s["rounds"] else ""
+    tokens = "1 token" if s["num_tokens"] == 1 else f"{s['num_tokens']} tokens"
+    print(f"\n{tokens} in {rounds}{speed}")
     if session.drafter is None:
         print("decoded plainly, without a drafter")
     elif s["rounds_without_draft"]:
         print(f"rounds without a draft: {s['rounds_without_draft']} ({s['rounds_without_draft'] / s['rounds']:.0%})")
-    if s["acceptance_by_depth"]:
+    if s["acceptance_by_depth"] and s["rounds"]:
         shares = "  ".join(f"{d}: {a:.0%}" for d, a in enumerate(s["acceptance_by_depth"], 1))
         print(f"accepted to depth, of all rounds: {shares}")
     if s["drafter"]:

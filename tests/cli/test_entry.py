@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers import run_here
+from helpers import main_of, run_here
 
 import specdec
 from specdec import __main__ as entry
@@ -149,11 +149,18 @@ def test_old_flags_say_the_new_ones(capsys, tmp_path):
     assert "--count is now --limit" in capsys.readouterr().err
 
 
-def test_the_first_line_names_what_is_loaded(capsys):
+def test_the_first_line_names_what_is_loaded(capsys, monkeypatch):
     loading("generate", None, None)
     loading("prove", "T", ["A", "ngram"])
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["specdec generate: loading demo/target", "specdec prove: loading T and A and ngram"]
+    monkeypatch.setattr("specdec.cli.hydra_entry.loading", loading)
+    with pytest.raises(SystemExit):
+        main_of("lab bench")(["shape=tiny", "simulate_tau=9"])
+    said = capsys.readouterr().err.splitlines()[:3]
+    assert said == [
+        "specdec generate: loading demo/target",
+        "specdec prove: loading T and A and ngram",
+        "specdec lab bench: loading tiny",
+    ]
 
 
 def test_values_stand_without_their_flag_where_there_is_one_meaning(tmp_path):

@@ -136,6 +136,8 @@ def test_one_token_has_no_speed(run):
     code, out, err = run("--prompt", "fox", "--max-new-tokens", 1, "--compare")
     assert code == 0, err
     assert "speculative to plain: -" in out
+    assert "1 token in 0 rounds\n" in out
+    assert "accepted to depth" not in out
 
 
 def test_drafters_without_training_and_a_tree_from_a_file(found, tmp_path, target_path):

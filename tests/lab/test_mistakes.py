@@ -20,6 +20,9 @@ USUAL = {  # words of every case of a command; those of the case replace them
 CASES = [
     ("lab bench", "shape=tiny simulate_tau=9", "a simulated tau of 9 needs trees of at least 8 levels, this one has 5"),
     ("lab bench", "shape=tiny simulate_tau=0.5", "simulate_tau must be at least 1"),
+    ("lab bench", "shape=tiny simulate_tau=[3]", "simulate_tau must be a number from 1"),
+    ("lab bench", "shape=tiny budget_s={{a:1}}", "budget_s must be a number above 0"),
+    ("sweep", "benchmark.limit=[2]", "benchmark.limit must be a whole number from 1"),
     ("lab bench", "shape=tiny simulate_tau=x", "simulate_tau must be a number from 1"),
     ("lab bench", "shape=tiny suite.contenders=plein", "there is no contender 'plein'"),
     ("lab bench", "shape=tiny budget_s=x", "budget_s must be a number above 0"),

@@ -36,6 +36,7 @@ def recorded(
     """Along answers of the target, or along these outputs."""
     if outputs is None:
         texts = answers_to(target, prompts, sampling, seed=seed, max_new_tokens=max_new_tokens, eos=eos)
+        sampling = None  # the texts know it
     else:
         texts = [Text(*pair, (seed, i)) for i, pair in enumerate(zip(prompts, outputs, strict=True))]
     return record(target, drafter, texts, sampling=sampling, **how)

@@ -5,6 +5,7 @@ import copy
 import itertools
 import json
 import os
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ import check_in_vllm
 import pytest
 from helpers import is_running, refused, run_here
 
-from scripts import gpu_proof, pretrain_target
+from scripts import gpu_proof, pretrain_target, smollm2_prompts
 from scripts.gpu_proof import Stage, run_stage, run_stages
 from specdec.api import DEMO_TARGET, load_drafter, load_target
 from specdec.lab.output import command_line
@@ -62,6 +63,25 @@ def test_results_name_the_command_as_one_types_it(monkeypatch, arguments, module
     monkeypatch.setattr(sys, "argv", arguments)
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and SimpleNamespace(name=module), raising=False)
     assert command_line() == command
+
+
+def test_a_site_without_its_builder_is_refused_before_pages_are_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: pytest.fail("pages were removed"))
+    with pytest.raises(SystemExit, match="run `make docs`"):
+        runpy.run_path(str(ROOT / "scripts" / "build_docs.py"), run_name="__main__")
+
+
+@pytest.mark.parametrize("book", [{"text": "Short. Text."}, {"text": 5}, {"title": "x"}])
+def test_prompts_need_a_book(book, tmp_path):
+    for name, row in (("books", book), ("conversations", {"title": "x"})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    given = {name: tmp_path / f"{name}.jsonl" for name in ("books", "conversations")} | {
+        "bench": tmp_path,
+        "out": tmp_path,
+    }
+    words = [word for name, path in given.items() for word in (f"--{name}", str(path))]
+    assert "holds no book" in refused(smollm2_prompts.main, *words)
 
 
 # vLLM

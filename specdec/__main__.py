@@ -4,6 +4,7 @@ Flags are read and checked before the module of the command is imported, and wit
 """
 
 import difflib
+import os
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -93,6 +94,10 @@ def make_callable(module: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Run the command that `argv` (default: `sys.argv[1:]`) names, or print help or the version."""
     words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ValueError("the current folder has been removed: change to another one") from None
     if words[0] in ("-h", "--help", "help"):
         print(overview())
         return

@@ -2,13 +2,14 @@
 
 import errno
 import functools
+import io
 import os
 import signal
 import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from specdec.ranks import GONE, first_to_end, largest, world
 from specdec.threads import Call
@@ -169,9 +170,10 @@ def fail(message: str, code: int = 2) -> None:
     """Print a message and exit, with code 2 for a user's mistake. Of several processes only the first one prints."""
     _speak()
     if first_to_end():
-        print(message, file=sys.stderr)
+        with suppress(OSError):
+            print(message, file=sys.stderr)
+    silence()
     if any(isinstance(thread, Call) for thread in threading.enumerate()):
-        silence()
         os._exit(code)  # the interpreter's clean-up would abort the process in torch's code, which the thread runs
     sys.exit(code)
 
@@ -183,7 +185,10 @@ def _speak() -> None:
 
 
 def open_streams() -> None:
-    """Open the null device for each closed standard stream, whose number the next opened file would get."""
+    """Open the null device for each closed standard stream, whose number the next opened file would get.
+
+    Standard output escapes the characters that its encoding lacks, as standard error does.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -191,13 +196,16 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (to the end of the process)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def silence() -> None:
-    """Drop the buffered standard output that can no longer be written, which Python would report at exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
+    """Drop the buffered output that can no longer be written, which Python would report at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, stream.fileno())
+            os.close(null)

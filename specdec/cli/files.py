@@ -54,7 +54,10 @@ def no_empty_folder(path: Path | str) -> Iterator[None]:
 
 def kept_folder(name: str) -> Path:
     """Make and return a folder of the user's cache. Raises ValueError if nothing can be written there."""
-    return output_folder(user_cache_path("specdec") / name)
+    try:
+        return output_folder(user_cache_path("specdec") / name)
+    except ValueError as error:
+        raise ValueError(f"{error}; set XDG_CACHE_HOME to a folder for caches") from None
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ def check_writable(path: Path) -> None:
         raise ValueError(f"cannot write {path}: it is a folder; give a file")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"cannot write {path}: there is no folder {path.parent}")
+    if _is_stream(path):
+        return
     staging = partial_path(path)
     with _one_sentence(path):
         there = staging.exists()
@@ -107,7 +112,7 @@ def check_writable(path: Path) -> None:
 
 def check_makeable(folder: Path) -> None:
     """Raise ValueError if `replace_folder` cannot put a folder there. Nothing is left, not even by a killed one."""
-    whole = folder.absolute()
+    whole = Path(os.path.realpath(folder))
     top = next(part for part in (whole, *whole.parents) if part.parent.exists())
     with _one_sentence(folder):
         if top == whole:
@@ -117,7 +122,14 @@ def check_makeable(folder: Path) -> None:
 
 
 def write_whole(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write a partial file, renamed to `path` when it is whole. Raises ValueError; then nothing changes."""
+    """Let `fill` write a partial file, renamed to `path` when it is whole. Raises ValueError; then nothing changes.
+
+    A link stays, and the file that it names is replaced. A device or a pipe, such as /dev/null, is written directly.
+    """
+    if _is_stream(path):
+        with _one_sentence(path):
+            fill(path)
+        return
     staging = partial_path(path)
     with _one_sentence(path), _removed_on_error(staging):
         fill(staging)
@@ -152,13 +164,19 @@ def write_text(path: Path, text: str) -> None:
 
 
 def partial_path(path: Path) -> Path:
-    """What a file or folder is called while it is written."""
-    return path.with_name(path.name + ".partial")
+    """What a file or folder is called while it is written. That of a link is next to what the link names."""
+    place = Path(os.path.realpath(path))
+    return place.with_name(place.name + ".partial")
+
+
+def _is_stream(path: Path) -> bool:
+    return path.is_char_device() or path.is_fifo()
 
 
 def put_in_place(path: Path) -> None:
     """Give the file at `partial_path(path)` its name. Raises OSError."""
     _sync(partial_path(path))
+    path = Path(os.path.realpath(path))
     os.replace(partial_path(path), path)
     with suppress(OSError):  # some file systems cannot
         _sync(path.parent)
@@ -178,10 +196,11 @@ def replace_folder(folder: Path, fill: Callable[[Path], object], files: Collecti
     Raises ValueError if the disk does not take it, or if the folder holds anything but `files`; then nothing changes.
     """
     check_replaceable(folder, files, kind)
-    staging, old = partial_path(folder), folder.with_name(folder.name + ".replaced")
+    place = Path(os.path.realpath(folder))  # a link stays
+    staging, old = partial_path(place), place.with_name(place.name + ".replaced")
     with _one_sentence(folder), _removed_on_error(staging):
-        if old.exists() and not folder.exists():  # a kill came between the two renames below
-            old.rename(folder)
+        if old.exists() and not place.exists():  # a kill came between the two renames below
+            old.rename(place)
         for leftover in (staging, old):
             if leftover.exists():
                 shutil.rmtree(leftover)
@@ -191,7 +210,7 @@ def replace_folder(folder: Path, fill: Callable[[Path], object], files: Collecti
             if part.is_file():
                 part.chmod(staging.stat().st_mode & 0o666)  # safetensors lets the owner alone read its files
             _sync(part)
-        _exchange(folder, staging, old)
+        _exchange(place, staging, old)
 
 
 def _exchange(folder: Path, new: Path, old: Path) -> None:

@@ -93,8 +93,9 @@ def _quoted(value: str) -> str:
 
 
 def bare(value: str) -> str:
-    """Return the value of a word without the quotation marks around it."""
-    return value.strip("'\"")
+    """Return the value of a word without the quotation marks around it: the reverse of `quoted`."""
+    inside = re.sub(r"(\\+)('|$)", lambda found: found[1][: len(found[1]) // 2] + found[2], value[1:-1])
+    return inside.replace("\\${", "${") if value[:1] in ("'", '"') else value
 
 
 def quoted(word: str) -> str:

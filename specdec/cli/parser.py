@@ -21,8 +21,8 @@ METAVARS = {str: "NAME", int: "N", float: "X", Path: "FILE", whole_numbers: "N,N
 
 
 def help_width() -> int:
-    """Columns of a help text: the terminal's, at most 100."""
-    return min(shutil.get_terminal_size((100, 24)).columns, 100)
+    """Columns of a help text: the terminal's, at least 40 and at most 100."""
+    return min(max(shutil.get_terminal_size((100, 24)).columns, 40), 100)
 
 
 def reflow(text: str, width: int) -> str:

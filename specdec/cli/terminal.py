@@ -13,6 +13,11 @@ class _Output(Console):
     def on_broken_pipe(self) -> None:
         raise  # the BrokenPipeError that is being handled: commands end with 0 then, and rich's own way is 1
 
+    def print(self, *objects, **how) -> None:
+        for column in (column for table in objects if isinstance(table, Table) for column in table.columns):
+            column.overflow = "fold"  # rich would cut words, and numbers, and mark the cut with ...
+        super().print(*objects, **how)
+
 
 def terminal_width() -> int | None:
     """Return the width of the terminal, which pipes leave connected to another stream, or `COLUMNS`, or None."""
@@ -26,7 +31,7 @@ def terminal_width() -> int | None:
 
 def console(width: int | None = None, **how) -> Console:
     """Return rich's console as wide as the terminal, or `width` columns without one. It interprets no markup."""
-    return _Output(width=terminal_width() or width, markup=False, **how)
+    return _Output(width=terminal_width() or width or 80, markup=False, **how)
 
 
 def print_table(screen: Console, table: Table, optional: Sequence[str] = ()) -> None:

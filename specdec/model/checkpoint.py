@@ -123,6 +123,7 @@ SAFETENSORS_DTYPES = {
 @contextmanager
 def _safe_open(file: Path):
     try:
+        file.open("rb").close()  # it says why a file cannot be read: safetensors calls each of them missing
         with safe_open(file, framework="pt") as reader:
             yield reader
     except SafetensorError as error:

@@ -60,6 +60,33 @@ def test_a_file_appears_when_it_is_whole(tmp_path):
     assert [(tmp_path / name).read_bytes() for name in names(tmp_path)] == [b"x", "ü".encode(), b"z"]
 
 
+def test_a_link_stays_and_what_it_names_is_written(tmp_path):
+    there = tmp_path / "there"
+    there.mkdir()
+    for name in ("file", "folder"):
+        (tmp_path / name).symlink_to(there / name)  # of nothing at first
+    for text in ("old", "new"):
+        files.check_writable(tmp_path / "file")
+        files.check_makeable(tmp_path / "folder")
+        files.write_text(tmp_path / "file", text)
+        replace(tmp_path / "folder", text)
+        assert (names(there), names(tmp_path)) == (["file", "folder"], ["file", "folder", "there"])
+        assert all((tmp_path / name).is_symlink() for name in ("file", "folder"))
+        assert [(there / name).read_text() for name in ("file", "folder/a")] == [text, text]
+
+
+def test_a_pipe_or_a_device_is_written_and_stays(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    files.check_writable(pipe)
+    files.write_text(pipe, "x")
+    assert os.read(reader, 9) == b"x"
+    os.close(reader)
+    assert names(tmp_path) == ["pipe"]
+    assert pipe.is_fifo()
+
+
 @pytest.mark.parametrize("what", ["fill", "fsync", "replace"])
 def test_a_file_that_cannot_be_written_leaves_the_old_one_alone(tmp_path, monkeypatch, what):
     files.write_text(tmp_path / "a", "old")
@@ -219,6 +246,8 @@ def test_a_cache_that_cannot_be_written_ends_no_command(tmp_path, monkeypatch, c
         "^note: cannot write to .*tuning: Not a directory; .* not cached$", capsys.readouterr().err.strip()
     )
     assert place.read(dict) is None
+    with pytest.raises(ValueError, match=r"compiled: Not a directory; set XDG_CACHE_HOME to a folder for caches$"):
+        files.kept_folder("compiled")
 
 
 # Lines that are too long to tokenize are refused before they are in memory

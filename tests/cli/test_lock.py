@@ -1,11 +1,14 @@
 """Two processes and one output: the second is refused, or waits; the lock of a dead owner is free."""
 
+import errno
 import json
+import os
 import socket
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from short_runs import CONVERSATIONS
@@ -55,7 +58,22 @@ def test_who_waits_gets_it_in_the_end(tmp_path):
             assert owner.wait(timeout=60) == 0
 
 
-def test_where_nothing_was_written_nothing_is_left(tmp_path):
+def test_two_names_of_one_output_are_one(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    with (
+        other_process(tmp_path / "out"),
+        pytest.raises(ValueError, match="is being written by process"),
+        only_writer(tmp_path / "link"),
+    ):
+        pass
+
+
+def test_where_nothing_was_written_nothing_is_left(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        with pytest.raises(ValueError, match=r"out: No space left on device$"), only_writer(tmp_path / "a" / "out"):
+            pass
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="no"), only_writer(tmp_path / "a" / "b" / "out"):
         raise ValueError("no")
     assert list(tmp_path.iterdir()) == []

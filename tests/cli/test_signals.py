@@ -20,6 +20,7 @@ from rich.table import Table
 
 from specdec.cli import generate, session, summary, terminal
 from specdec.cli.errors import StopSignals, one_sentence_errors
+from specdec.cli.parser import help_width
 from specdec.cli.terminal import console, print_table
 from specdec.engine.trace_files import read_trace
 
@@ -191,6 +192,19 @@ def shell(line: str) -> subprocess.CompletedProcess:
 def test_a_full_disk_behind_standard_output_is_one_sentence():
     done = shell(f"{HELP} > /dev/full")
     assert (done.returncode, done.stderr) == (2, "error: cannot write to standard output: No space left on device\n")
+    for full in ("2> /dev/full", "> /dev/full 2>&1"):
+        assert shell(f"{sys.executable} -m specdec none {full}").returncode == 2
+
+
+def test_characters_that_an_encoding_lacks_are_escaped():
+    program = "from specdec.cli.errors import one_sentence_errors as e; e(lambda: print(chr(177)))()"
+    done = shell(f"PYTHONIOENCODING=ascii {sys.executable} -c '{program}'")
+    assert (done.returncode, done.stdout) == (0, "\\xb1\n")
+
+
+def test_a_current_folder_that_was_removed_is_one_sentence(tmp_path):
+    done = shell(f"export PYTHONPATH=$PWD; mkdir {tmp_path}/a; cd {tmp_path}/a; rmdir ../a; {HELP}")
+    assert (done.returncode, done.stderr) == (2, "error: the current folder has been removed: change to another one\n")
 
 
 TABLE = (
@@ -235,6 +249,10 @@ def test_a_table_is_no_wider_than_the_terminal(width, monkeypatch):
     shown = out.getvalue().count("12345.678")
     assert shown == {40: 3, 60: 4, 80: 6, 200: 6}[width], "numbers stay whole"
     assert ("left out" in out.getvalue()) == (shown < 6)
+    crowded = Table(*names)
+    crowded.add_row(*["12345.678"] * 6)
+    print_table(console(file=out), crowded)
+    assert "…" not in out.getvalue(), "numbers without room are folded, and not cut"
 
 
 def test_the_width_without_a_terminal(monkeypatch):
@@ -242,6 +260,11 @@ def test_the_width_without_a_terminal(monkeypatch):
     monkeypatch.setattr(os, "get_terminal_size", Mock(side_effect=OSError))
     assert terminal.terminal_width() is None
     assert console(123).width == 123
+    monkeypatch.setenv("COLUMNS", "0")
+    assert console().width == 80
+    monkeypatch.setenv("COLUMNS", "1")
+    assert help_width() == 40
+    monkeypatch.delenv("COLUMNS")
     # `| tee` leaves the other streams at the terminal
     monkeypatch.setattr(os, "get_terminal_size", Mock(return_value=os.terminal_size((71, 24))))
     assert terminal.terminal_width() == 71

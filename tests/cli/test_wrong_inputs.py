@@ -15,7 +15,7 @@ from specdec import registry
 from specdec.api import DEMO_DRAFTER, DEMO_TARGET
 from specdec.cli.commands import COMMANDS
 from specdec.cli.hydra_settings import check_settings
-from specdec.cli.hydra_words import hydra_words
+from specdec.cli.hydra_words import bare, hydra_words
 from specdec.model.config_fields import check_config
 from specdec.schema import check, ranged
 from specdec.text import read_prompts
@@ -170,6 +170,7 @@ def test_a_path_may_hold_anything():
         (word,) = hydra_words("train", TRAIN.words, {}, [f"target={path}"])
         with initialize_config_dir(str(registry.CONF), version_base="1.3"):
             assert compose("train", [word]).target.path == path
+        assert bare(word.partition("=")[2]) == path, "as from=PATH is read"
 
 
 def test_a_setting_without_a_value_shows_how_it_is_written(tmp_path):

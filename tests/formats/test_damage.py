@@ -1,6 +1,8 @@
 """What is wrong with a checkpoint is named: whatever loading refuses, `inspect` lists as a problem."""
 
 import json
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -137,6 +139,12 @@ def test_a_drafter_with_nan_is_refused_unless_allowed(drafter_path, target_path,
     done = run_here(main_of("generate"), *words)
     assert (done.returncode, "fc.weight holds 1 NaN" in done.stderr) == (2, True)
     assert run_here(main_of("generate"), *words, "--allow-nonfinite").returncode == 0
+
+
+def test_a_file_that_may_not_be_read_is_not_called_missing(drafter_path, monkeypatch):
+    monkeypatch.setattr(Path, "open", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(ValueError, match=r"^cannot read .*/model.safetensors: Permission denied$"):
+        dict(read_tensors(drafter_path))
 
 
 def test_no_weights_are_kept_to_inspect_a_checkpoint(tmp_path):

@@ -144,6 +144,11 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path, monkeypatch):
     assert "No bug found" in (tmp_path / "proof.md").read_text()
     main([*how, "--draws", "4000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out
+    monkeypatch.setattr(prove_command.local, "print_proof", Mock(side_effect=BrokenPipeError))
+    with pytest.raises(SystemExit, match="0"):
+        main([*how, "--draws", "1000", "--out", str(tmp_path / "third.md")])
+    assert "No bug found" in (tmp_path / "third.md").read_text(), "written although nobody reads what is shown"
+    monkeypatch.undo()
     monkeypatch.setattr(prove_command, "write_text", Mock(side_effect=ValueError("cannot write")))
     with pytest.raises(SystemExit, match="2"):
         main([*how, "--draws", "1000", "--out", str(tmp_path / "other.md")])

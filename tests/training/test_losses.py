@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers import tiny_drafter, tiny_target
 from torch import nn
 
+from specdec.model.loader import load_target
 from specdec.training.data import Batch
 from specdec.training.features.online import online_features
 from specdec.training.loop import optim
@@ -190,6 +191,13 @@ def test_deferred_logits_give_the_same_step(draft_vocab):
         loss.backward()
         results.append((loss, metrics, [p.grad.clone() for p in drafter.parameters()]))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("generic", [False, True])
+def test_a_drafter_without_taps_learns_from_any_target(generic, target_path):
+    target = load_target(target_path, generic=generic)
+    features = online_features(target, Batch(torch.randint(17, (2, 12)), torch.ones(2, 12)), (), nullcontext())
+    assert features["feats"].shape == (2, 12, 0)
 
 
 def test_logits_under_autocast_leave_it_as_it_was():

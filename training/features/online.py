@@ -34,6 +34,7 @@ def online_features(target, batch: Batch, taps: tuple[int, ...], autocast: Abstr
             feats, logits = states[..., : len(taps) * width], deferred_logits(target, hidden, autocast)
         else:
             logits, feats = target(tokens, None, taps=taps, documents=documents)
+            feats = logits[..., :0] if feats is None else feats  # of a drafter without taps
     return arguments(batch, feats.float(), logits)
 
 

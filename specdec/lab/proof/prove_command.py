@@ -197,12 +197,14 @@ def prove_server(args: argparse.Namespace) -> None:
     else:
         target = read_flags(ModelSettings, args).load_target()
         proof = against_engine(server, target, prompts_of(target, args), args.max_new_tokens)
-    if args.json:
-        print(json.dumps(as_json(proof)))
-    else:
-        print_page(proof)
-    if args.out is not None:  # last: the result is shown even if it cannot be written
-        write_text(args.out, page(proof))
+    try:
+        if args.json:
+            print(json.dumps(as_json(proof)))
+        else:
+            print_page(proof)
+    finally:  # the result is shown even if it cannot be written, and written even if it cannot be shown
+        if args.out is not None:
+            write_text(args.out, page(proof))
     if proof.bugs:
         sys.exit(1)
 
@@ -219,13 +221,15 @@ def run(args: argparse.Namespace) -> None:
     prompts = prompts_of(target, args)
     how = {name: getattr(args, name) for name in ("max_new_tokens", "draws", "seed", "self_test")}
     proof = local.prove(target, drafters, prompts, **how)
-    if args.json:
-        print(json.dumps(local.as_json(proof)))
-    else:
-        local.print_proof(proof)
-    if args.out is not None:
-        model = f"Target {called(target.name)}, {str(target.dtype).removeprefix('torch.')}"
-        conditions = f"{model}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
-        write_text(args.out, local.markdown(proof, conditions))
+    try:
+        if args.json:
+            print(json.dumps(local.as_json(proof)))
+        else:
+            local.print_proof(proof)
+    finally:
+        if args.out is not None:
+            model = f"Target {called(target.name)}, {str(target.dtype).removeprefix('torch.')}"
+            conditions = f"{model}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
+            write_text(args.out, local.markdown(proof, conditions))
     if proof.sound == args.self_test:
         sys.exit(1)

@@ -115,7 +115,9 @@ def _write(checkpoint: Checkpoint, folder: Path, layout: Layout, target: Where |
         raise ValueError(f"{folder} is the checkpoint itself; choose another folder to write to")
     if wrong := checkpoint.problems():
         raise ValueError(f"{checkpoint.path} does not load, so it cannot be converted: {wrong[0]}")
-    meaning, tensors, facts = checkpoint.meaning, checkpoint.tensors, None
+    meaning, facts = checkpoint.meaning, None
+    # Copies of the target's rows get the dtype of the drafter: fp8 would round them, and bf16 holds all values of fp8.
+    tensors = {name: t.bfloat16() if "float8" in str(t.dtype) else t for name, t in checkpoint.tensors.items()}
     if target is not None:
         facts = read_facts(target)
         check_target(checkpoint.family.sizes(meaning), facts.sizes, checkpoint.path)

@@ -34,13 +34,15 @@ def map_fault(tensors: Tensors, size: int) -> str:
     """What is wrong with the map of a target with `size` tokens, in one clause; empty if nothing is to be seen."""
     if "d2t" not in tensors:
         return ""
+    if tensors["d2t"].is_floating_point():  # half of these types hold no large ids
+        return f"d2t holds numbers of {tensors['d2t'].dtype}, and must hold whole ones"
     d2t, known = tensors["d2t"].long(), None
     if d2t.ndim != 1 or not len(d2t):
         return f"d2t must be a list of one offset a row of the head, and has the shape {list(d2t.shape)}"
     if "t2d" in tensors:
         if len(tensors["t2d"]) != size:
             return f"t2d speaks of {len(tensors['t2d'])} tokens, the target has {size}"
-        known = tensors["t2d"].nonzero().squeeze(-1)
+        known = tensors["t2d"].bool().nonzero().squeeze(-1)
 
     def fits(ids: Tensor) -> bool:
         return _are_tokens(ids, size) and (known is None or torch.equal(known, ids.sort().values))

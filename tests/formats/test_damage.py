@@ -36,6 +36,7 @@ DAMAGE = {
     "NaN under another name": ("speculators", put("layers.0.hidden_norm.weight", NAN), {}, "layers.0.hidden_norm"),
     "offsets permuted": ("EAGLE", permuted(True), {}, "they have been permuted"),
     "target ids": ("ModelOpt", edited("d2t", lambda t: t + torch.arange(len(t))), {}, "they look like target ids"),
+    "a map in bf16": ("EAGLE", edited("d2t", lambda t: t.bfloat16()), {}, "d2t holds numbers of torch.bfloat16"),
     "a map of another target": ("EAGLE", edited("t2d", lambda t: t[:-1]), {}, "t2d speaks of 39 tokens"),
     "no rope": ("EAGLE", None, {"rope_theta": 0}, "rope_theta is 0"),
     "no rope, nested": (

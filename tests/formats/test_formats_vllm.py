@@ -175,6 +175,19 @@ def test_biases_of_the_attention_leave_none_undefined(pair, tmp_path):
         load_drafter(tmp_path / "vllm", target)
 
 
+def test_a_head_in_fp8_gets_no_rounded_copy_of_the_target(pair, tmp_path):
+    folder, target, _ = pair
+    save_drafter(eagle3.create(target, init="random", taps=(1, 3, 5)), tmp_path / "ours", target)
+    held = load_file(tmp_path / "ours" / "model.safetensors")
+    rounded = {name: t.to(torch.float8_e4m3fn) for name, t in held.items() if t.is_floating_point()}
+    edit_tensors(tmp_path / "ours", **rounded)
+    export(tmp_path / "ours", tmp_path / "vllm", "vllm", folder)
+    tensors = load_file(tmp_path / "vllm" / "model.safetensors")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(tensors["embed_tokens.weight"], embedding.bfloat16())
+    assert torch.equal(tensors["fc.weight"], rounded["fc.weight"].bfloat16())
+
+
 # What others read otherwise is written out, or said
 
 

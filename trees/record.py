@@ -43,8 +43,8 @@ def answers_to(
     Answer number i has the seed (seed, i).
     """
     ids = [encode_prompt(target, prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-    how: dict[str, Any] = {"sampling": sampling or Sampling()}
-    texts = [Text(prompt, [], (seed, number), **how) for number, prompt in enumerate(ids)]
+    drawn = sampling or Sampling()
+    texts = [Text(prompt, [], (seed, number), sampling=drawn) for number, prompt in enumerate(ids)]
     answers = _continue(target, texts, max_new_tokens, sampling, target.eos if eos is None else eos)
     return [replace(text, tokens=tokens) for text, tokens in zip(texts, answers, strict=True)]
 

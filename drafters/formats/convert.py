@@ -141,7 +141,7 @@ def read_facts(target: Where) -> TargetFacts:
     """Name, architecture and depth of a target, from its config alone; its parts are read when they are asked for."""
     config = read_json(resolve(target) / "config.json")
     stated = text_config(config)
-    layers = stated.get("num_hidden_layers")
+    layers = stated.get("num_hidden_layers", stated.get("n_layer"))  # GPT-2's name
     if not isinstance(layers, int):
         raise ValueError(f"{target} is not a target: its config.json states no num_hidden_layers")
     sizes, part = (stated.get("hidden_size"), stated.get("vocab_size")), partial(_part, target, config)

@@ -18,7 +18,7 @@ import specdec
 from specdec.acceptance import FILE, read_acceptance
 from specdec.drafters import dflash, eagle, eagle3, medusa, mtp, pard, peagle
 from specdec.drafters.formats import FAMILIES, load_drafter, open_checkpoint, save_drafter
-from specdec.drafters.formats.convert import convert, export, start_command, without_a_form
+from specdec.drafters.formats.convert import convert, export, read_facts, start_command, without_a_form
 from specdec.drafters.formats.vllm import notes
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.loader import load_target
@@ -228,6 +228,12 @@ def test_taps_that_are_listed_need_the_target(pair, tmp_path):
             convert(tmp_path / "ours", tmp_path / "there", layout, folder)
     with pytest.raises(ValueError, match=r"train with drafter.tap_norms=true"):
         export(tmp_path / "ours", tmp_path / "there", "vllm", folder)
+
+
+def test_the_depth_of_a_target_has_two_names(tmp_path):
+    for name in ("num_hidden_layers", "n_layer"):
+        (tmp_path / "config.json").write_text(json.dumps({name: 7}))
+        assert read_facts(tmp_path).layers == 7
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle2"])

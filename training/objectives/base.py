@@ -25,7 +25,7 @@ def documents_of(drafter: Drafter, tokens: Tensor) -> Tensor:
 class Objective:
     """sum_j w_j sum_i weight_i * mean over positions of term_i, over `steps` unrolled steps; w_j = decay^j.
 
-    - terms: names and weights, as `read_terms` takes them; None or none of them: `usual`, which each class has.
+    - terms: names and weights, as `read_terms` takes them; None or an empty mapping stands for the class's `usual`.
     - then: terms that take their place from the share `switch` of the run on. The trainer sets `progress`, the share of
       the run that is done, before each step.
     - mean: 'masked' divides by the number of positions that count, each with its weight. 'all' divides by the number of

@@ -42,7 +42,7 @@ class Experts:
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
-        """Raise ValueError for numbers that do not go together."""
+        """Raise ValueError for numbers that contradict each other."""
         choices = 0 < self.chosen <= self.count and 0 < self.kept_groups <= self.groups
         if not choices or self.count % self.groups:
             chosen, groups = f"{self.chosen} of {self.count}", f"{self.kept_groups} of {self.groups}"

@@ -16,7 +16,7 @@ from specdec.structs import Verifier
 
 @dataclass
 class Settings:
-    """Types and ranges of what an engine gets in addition to its parts."""
+    """Types and ranges of an engine's arguments other than its parts."""
 
     compile: bool | str
     overlap: bool | None
@@ -31,7 +31,7 @@ class Settings:
 
 
 def check_settings(graphs: object = None, **given: Any) -> None:
-    """Raise ValueError for the first value that is none of its field in `Settings`."""
+    """Raise ValueError for the first value that has not the type or range of its field in `Settings`."""
     check(Settings, given, "")
     if isinstance(given.get("compile"), str) and given["compile"] != "aside":
         raise ValueError(f"compile must be true, false or 'aside', got {shown(given['compile'])}")

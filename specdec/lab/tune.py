@@ -38,7 +38,7 @@ from specdec.trees.record import answers_to, record
 from specdec.trees.spec import parse_tree
 from specdec.tuning.costs import Costs
 from specdec.tuning.grid import Prediction, clairvoyant, grid_costs, predict, useful_trees
-from specdec.tuning.timing import Progress, in_turns, silent
+from specdec.tuning.timing import Progress, busy, in_turns, silent
 
 SHOWN = 10
 BUSY = 0.1  # a median misfit of the cost model above this says that the machine did something else too
@@ -79,6 +79,7 @@ class MeasuredRate:
     tokens_per_second: float
     tau: float
     texts: list[list[int]]  # token ids by prompt
+    disturbed: bool = False  # its repeats took very different times
 
 
 def measure_rates(
@@ -107,8 +108,10 @@ def measure_rates(
         rows = [row for turns in by_group for row in turns[0].rows]
         tokens = sum(len(row.tokens) - 1 for row in rows)
         rounds = sum(row.trace.rounds for row in rows)
-        seconds = sum(statistics.median(result.decode_seconds for result in turns) for turns in by_group)
-        found.append(MeasuredRate(tree, tokens / seconds, tokens / max(rounds, 1), [row.tokens for row in rows]))
+        times = [[result.decode_seconds for result in turns] for turns in by_group]
+        rate, tau = tokens / sum(map(statistics.median, times)), tokens / max(rounds, 1)
+        disturbed = busy([sum(turn) for turn in zip(*times, strict=True)])
+        found.append(MeasuredRate(tree, rate, tau, [row.tokens for row in rows], disturbed))
     return found
 
 
@@ -283,6 +286,8 @@ def run(args: argparse.Namespace) -> None:
             "run again with --remeasure when it is idle",
             file=sys.stderr,
         )
+    if any(rate.disturbed for _, rate in tuned.measured):
+        print("note: the real runs varied: the machine was busy, and the speeds are rough", file=sys.stderr)
     print(tuned.verdict)
     hint = shlex.join(["specdec", "generate", "--settings", str(args.out)])
     print(json.dumps(report) if args.json else f"wrote {args.out}: {hint}")

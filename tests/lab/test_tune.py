@@ -1,6 +1,7 @@
 """Tuning: predictions follow the engine's rounds, real runs decide, and the file that is written decodes."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -174,6 +175,19 @@ def test_the_fastest_that_was_tried_wins(plain, best, verdict):
     tuned = Tuned(tried[0][0], [prediction for prediction, _ in tried[1:]], tried)
     assert (tuned.best[0].tree, tuned.best_draft[0].tree) == (best, TREE)
     assert tuned.verdict == verdict
+
+
+@pytest.mark.parametrize(("seconds", "disturbed"), [([[1, 1.5], [3, 3]], False), ([[1, 1.5], [1, 1.4]], True)])
+def test_whole_turns_that_vary_are_noticed(pair, monkeypatch, seconds, disturbed):
+    """seconds: of each prompt in both turns."""
+
+    def timed(runs, *how):
+        kinds = zip([run().rows for run in runs], seconds, strict=True)
+        return [[SimpleNamespace(rows=rows, decode_seconds=one) for one in turns] for rows, turns in kinds]
+
+    monkeypatch.setattr(lab, "in_turns", timed)
+    (found,) = measure_rates(pair[0], None, PROMPTS[:2], [None], max_new_tokens=4)
+    assert found.disturbed == disturbed
 
 
 # The command

@@ -1,4 +1,4 @@
-"""The doctor distinguishes correct from wrong declarations of a checkpoint, on small trained heads."""
+"""`checkpoint check` distinguishes correct from wrong declarations of a checkpoint, on small trained heads."""
 
 import json
 import math

@@ -46,7 +46,7 @@ ALL = "suite.contenders=[plain,speculative,sdpa,eager,prompt-lookup,static-compi
 # Further words of the commands: the real ones, and those of a rehearsal.
 SIZES = {
     "tests": "-n 8",  # processes: compiling kernels takes most of the time, and the GPU holds many small models
-    "target": "--eager",  # in so short a training compiling costs about what it saves
+    "target": "",
     "answers": "--limit 10000 --batch-size 512 --max-new-tokens 256 --shard-size 1024",
     # The rate is constant and the average of the weights is exported: the run ends when its time does, at any step.
     "drafter": "trainer.steps=100000 trainer.schedule=constant trainer.ema=0.99 trainer.batch_tokens=16384 "
@@ -61,7 +61,7 @@ SHAPES = ("llama_3_1_8b", "llama_3_2_1b", "qwen3_1_7b", "gemma3_1b")
 TINY = {
     "tests": "-n 2 tests/engine/test_gpu_graphs.py",
     "target": "--vocab-size 320 --hidden-size 64 --layers 4 --length 256 --batch-tokens 1024 --heldout 2 "
-    "--tokens 40000 --eager",
+    "--tokens 40000",
     "answers": "--limit 24 --batch-size 8 --max-new-tokens 16 --shard-size 8",
     "drafter": "trainer.steps=3 trainer.schedule=constant trainer.ema=0.99 trainer.batch_tokens=256 "
     "trainer.muon_lr=0.02 trainer.autocast=bf16 data.heldout=2 objective.steps=2",

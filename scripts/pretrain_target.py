@@ -14,7 +14,6 @@ import math
 import random
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import checkout  # noqa: F401
@@ -25,10 +24,9 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec.cli.errors import one_sentence_errors
-from specdec.cli.files import output_folder, replace_folder, write_text, write_whole
+from specdec.cli.files import output_folder, replace_folder, write_text
 from specdec.model.checkpoint import check_device
 from specdec.training.data import Message, read_conversations
-from specdec.training.loop.checkpoint import save_state
 from specdec.training.loop.optim import Optimizers, fast_bf16
 
 SEED = 0
@@ -107,15 +105,12 @@ def pretrain(
     batch: int,
     lr: float,
     muon_lr: float,
-    checkpoint: Path,
-    compile: bool = True,
-    seconds: float | None = None,
+    seconds: float,
 ) -> dict:
     """Train on data [rows, T] once: Muon for the matrices of the blocks, AdamW for the rest. Returns a report.
 
     `seconds` ends the pass early: the learning rate then falls with the time, so that it reaches zero whatever the
-    machine does. The state is written to `checkpoint` every few minutes, and a run that finds it continues.
-    Raises ValueError if there are fewer rows than one batch, or none held out.
+    machine does. Raises ValueError if there are fewer rows than one batch, or none held out.
     """
     if len(data) < batch or len(heldout) == 0:
         raise ValueError(
@@ -123,28 +118,20 @@ def pretrain(
             f"at least {batch} and 1 are needed"
         )
     optimizers = Optimizers(model.named_parameters(), lr=lr, muon_lr=muon_lr)
-    begun, steps = _resume(checkpoint, model, optimizers), len(data) // batch
-    loss_of = partial(next_token_loss, model)
-    train_loss = torch.compile(loss_of) if compile else loss_of
-    running = math.nan
-    began = saved_at = time.monotonic()
-    bar = tqdm(range(begun, steps), initial=begun, total=steps, desc="target", mininterval=5)
+    running, steps, began = math.nan, len(data) // batch, time.monotonic()
+    bar = tqdm(range(steps), desc="target", mininterval=5)
     for step in bar:
-        spent = (time.monotonic() - began) / seconds if seconds else 0.0
+        spent = (time.monotonic() - began) / seconds
         if spent >= 1:
             steps = step
             break
-        loss = train_loss(data[step * batch : (step + 1) * batch].to(model.device).long())
+        loss = next_token_loss(model, data[step * batch : (step + 1) * batch].to(model.device).long())
         loss.backward()
         optimizers.step(_lr_scale(step, steps, spent), clip=1.0)
         running = loss.item() if math.isnan(running) else 0.98 * running + 0.02 * loss.item()
         bar.set_postfix(loss=f"{running:.3f}")
-        if time.monotonic() - saved_at > 180:
-            state = {"model": model.state_dict(), "optimizers": optimizers.state_dict(), "step": step + 1}
-            write_whole(checkpoint, partial(save_state, state))
-            saved_at = time.monotonic()
     with torch.no_grad():
-        losses = [loss_of(row[None].to(model.device).long()).item() for row in heldout]
+        losses = [next_token_loss(model, row[None].to(model.device).long()).item() for row in heldout]
     return {"tokens": steps * batch * data.shape[1], "train_loss": running, "heldout_loss": sum(losses) / len(losses)}
 
 
@@ -153,16 +140,6 @@ def next_token_loss(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=fast_bf16(ids.device)):
         logits = model.lm_head(model.model(ids).last_hidden_state)
     return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
-
-
-def _resume(checkpoint: Path, model: LlamaForCausalLM, optimizers: Optimizers) -> int:
-    """Load a state that an earlier run wrote, if there is one; returns the step to continue with."""
-    if not checkpoint.exists():
-        return 0
-    state = torch.load(checkpoint, weights_only=True, map_location=model.device)
-    model.load_state_dict(state["model"])
-    optimizers.load_state_dict(state["optimizers"])
-    return state["step"]
 
 
 def _lr_scale(step: int, steps: int, spent: float) -> float:
@@ -245,8 +222,7 @@ def train(args: argparse.Namespace) -> dict:
     torch.manual_seed(SEED)
     model = LlamaForCausalLM(LlamaConfig(**shape, **ends)).to(args.device)
     unseen = pack(tokenizer, heldout, args.length, 100 * args.length)
-    how = {"checkpoint": args.out / "pretrain.pt", "compile": not args.eager, "seconds": left}
-    report = pretrain(model, data, unseen, batch=batch, lr=3e-3, muon_lr=0.02, **how)
+    report = pretrain(model, data, unseen, batch=batch, lr=3e-3, muon_lr=0.02, seconds=left)
     save_target(model, tokenizer, args.out / "target")
     return report | {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -272,7 +248,6 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=65_536)
     parser.add_argument("--prompts", type=int, default=10_000, help="for the drafter's data")
     parser.add_argument("--heldout", type=int, default=24, help="prompts to measure on")
-    parser.add_argument("--eager", action="store_true", help="do not compile the training step")
     args = parser.parse_args()
     if args.hidden_size % HEAD:
         raise ValueError(f"--hidden-size must be a multiple of {HEAD}, got {args.hidden_size}")

@@ -35,7 +35,8 @@ MEANT = {  # names of other programs, and of other parts of this one -> ours
 
 def ranged(low: float, high: float, default: Any = MISSING, *, above: bool = False, **metadata) -> Any:
     """Return a field whose numbers lie between `low` and `high`, both included; above: `low` itself is too little."""
-    return field(default=default, metadata={"low": low, "high": high, "above": above} | metadata)
+    limits = {"gt" if above else "ge": low, "le": high}  # as pydantic has them
+    return field(default=default, metadata={"low": low, "high": high, "above": above, "limits": limits} | metadata)
 
 
 def choice(*known: str) -> Any:

@@ -277,14 +277,7 @@ def answer_all(args: argparse.Namespace, sampling: Sampling, part: tuple[int, in
     number, parts = part or (0, 1)
     how["shard_size"] = args.shard_size or (-(-len(prompts) // parts) or None if part else None)
     count = -(-len(prompts) // how["shard_size"]) if part and prompts else 0
-    files: list[Path] = []
-    for only in range(number, count, parts) if part else [None]:
-        files += regenerate(target, prompts, args.out, only=only, **how)
-    said = f" to {files[-1]}" if len(files) > 1 else ""
-    print(
-        f"answers of part {number} of {parts} in {files[0]}{said}"
-        if part and files
-        else f"{len(prompts)} answers in {files[0]}{said}"
-        if files
-        else f"part {number} of {parts} has no file to write"
-    )
+    numbers = range(number, count, parts) if part else [None]
+    files = [str(file) for only in numbers for file in regenerate(target, prompts, args.out, only=only, **how)]
+    what = f"answers of part {number} of {parts}" if part else f"{len(prompts)} answers"
+    print(f"{what} in {' to '.join(dict.fromkeys(files[:1] + files[-1:]))}" if files else f"{what}: no file to write")

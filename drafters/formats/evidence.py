@@ -12,6 +12,7 @@ from math import comb
 import torch
 from torch import Tensor
 
+from specdec.acceptance import round_starts
 from specdec.contracts import Drafter, DraftState
 from specdec.ops.likely import largest
 
@@ -57,14 +58,8 @@ class Followed:
 
     def rounds(self) -> Tensor:
         """[answers,2] of decoding with a chain: rounds, and tokens that they emit."""
-        out = []
-        for lengths in (x.tolist() for x in self.lengths):
-            at = rounds = 0
-            while at < len(lengths):
-                at += lengths[at] + 1
-                rounds += 1
-            out.append((rounds, len(lengths)))
-        return torch.tensor(out, dtype=torch.float64)
+        rounds = [(len(round_starts(len(x), x.tolist().__getitem__)), len(x)) for x in self.lengths]
+        return torch.tensor(rounds, dtype=torch.float64)
 
 
 def batches(target, answers: list[Answer]) -> list[Batch]:

@@ -2,10 +2,9 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-import torch
 from typing_extensions import override
 
 from specdec.engine.report import Observer, Reads, RoundReport
@@ -58,26 +57,20 @@ def draw(tree: DraftTree, path: list[int], decode) -> str:
     path: the accepted nodes. decode: maps a token id to text.
     """
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-    logq = None if tree.logq is None else tree.logq[0].tolist()
-    children: dict[int, list[int]] = {}
-    for node in range(1, len(tokens)):
-        children.setdefault(parents[node], []).append(node)
+    shares = None if tree.logq is None else tree.logq[0].exp().tolist()
 
     def label(node: int) -> str:
-        share = "" if logq is None or node == 0 else f"  {torch.tensor(logq[node]).exp().item():.2f}"
+        share = "" if shares is None or node == 0 else f"  {shares[node]:.2f}"
         return f"{decode(tokens[node])!r}{share}{' *' if node in path else ''}"
 
-    lines = [label(0)]
+    def below(node: int, indent: str) -> Iterator[str]:
+        children = [child for child in range(1, len(tokens)) if parents[child] == node]
+        for child in children:
+            last = child == children[-1]
+            yield f"{indent}{'`-- ' if last else '|-- '}{label(child)}"
+            yield from below(child, indent + ("    " if last else "|   "))
 
-    def visit(node: int, indent: str) -> None:
-        below = children.get(node, [])
-        for i, child in enumerate(below):
-            end = i == len(below) - 1
-            lines.append(f"{indent}{'`-- ' if end else '|-- '}{label(child)}")
-            visit(child, indent + ("    " if end else "|   "))
-
-    visit(0, "")
-    return "\n".join(lines)
+    return "\n".join([label(0), *below(0, "")])
 
 
 def line_reader() -> Callable[[str], str]:

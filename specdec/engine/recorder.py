@@ -176,9 +176,10 @@ class Recorder(Observer):
         paths = [[0]] * len(report.rows)
         levels = report.levels or [0 if report.tree is None else report.tree.steps] * len(report.rows)
         if report.tree is not None:
-            values = node_values(report.tree, report.logits, report.sampling)
-            whole = [TracedTree(*parts) for parts in zip(*values.values(), strict=True)]
-            trees = [_first_levels(tree, deep) for tree, deep in zip(whole, levels, strict=True)]
+            values = node_values(report.tree, report.logits, report.sampling).values()
+            counts = (report.tree.depth <= report.tree.depth.new_tensor(levels)[:, None]).sum(1).tolist()
+            rows = zip(zip(*values, strict=True), counts, strict=True)  # the nodes of the first levels come first
+            trees = [TracedTree(*(value[:count] for value in row)) if count > 1 else None for row, count in rows]
             ends = report.verdict.n.tolist()
             paths = [path[:n] for path, n in zip(report.verdict.path.tolist(), ends, strict=True)]
         used = [len(chosen.unique()) for chosen in report.experts]
@@ -188,17 +189,6 @@ class Recorder(Observer):
                 ours, context = self._rows[row], len(row.prompt) + len(row.tokens) - len(emitted)
                 ours.add(TracedRound(context, path, list(emitted), seconds, tree, experts))
                 ours.steps = max(ours.steps, deep)
-
-
-def _first_levels(tree: TracedTree, levels: int) -> TracedTree | None:
-    """Return the nodes of the first `levels` levels, which come first; None without any."""
-    if not levels:
-        return None
-    depth = [0]
-    for parent in tree.parents[1:].tolist():
-        depth.append(depth[parent] + 1)
-    count = sum(d <= levels for d in depth)
-    return TracedTree(*(vars(tree)[name][:count] for name in NODE_FIELDS))
 
 
 @torch.inference_mode()

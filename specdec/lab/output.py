@@ -6,32 +6,15 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from specdec.cli.files import write_text, write_whole
 from specdec.cli.revision import revision
 from specdec.engine.recorder import versions
 from specdec.machine import machine, processor
 from specdec.threads import full_threads
-
-
-def progress_bar(name: str) -> Callable[[int, int], None]:
-    """A function that shows a bar: call it with the number of steps done and of all."""
-    bar = None
-
-    def show(done: int, of: int) -> None:
-        nonlocal bar
-        if bar is None:
-            bar = tqdm(desc=name, total=of, mininterval=1.0 if sys.stderr.isatty() else 5.0)
-        bar.update(done - bar.n)
-        if done == of:
-            bar.close()
-
-    return show
 
 
 def stage(text: str) -> None:

@@ -29,7 +29,7 @@ from specdec.cli.terminal import console
 from specdec.engine.engine import Engine
 from specdec.engine.recorder import versions
 from specdec.lab.models import load_models, read_encoded
-from specdec.lab.output import progress_bar, stage
+from specdec.lab.output import stage
 from specdec.machine import machine
 from specdec.recording import Accepted, Recording
 from specdec.structs import Sampling
@@ -38,7 +38,7 @@ from specdec.trees.record import answers_to, record
 from specdec.trees.spec import parse_tree
 from specdec.tuning.costs import Costs
 from specdec.tuning.grid import Prediction, clairvoyant, grid_costs, predict, useful_trees
-from specdec.tuning.timing import Progress, busy, in_turns, silent
+from specdec.tuning.timing import busy, in_turns
 
 SHOWN = 10
 BUSY = 0.1  # a median misfit of the cost model above this says that the machine did something else too
@@ -90,7 +90,6 @@ def measure_rates(
     *,
     batch: int = 1,
     repeats: int = 3,
-    progress: Progress = silent,
     **how,
 ) -> list[MeasuredRate]:
     """Decode every batch of prompts with every tree `repeats` times, in turns, after one batch of warm-up.
@@ -101,7 +100,7 @@ def measure_rates(
     groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
     for engine in engines:
         engine.generate(groups[0], **how | {"max_new_tokens": 8})
-    results = in_turns([partial(e.generate, group, **how) for group in groups for e in engines], repeats, progress)
+    results = in_turns([partial(e.generate, group, **how) for group in groups for e in engines], repeats, "real runs")
     found = []
     for place, tree in enumerate(trees):
         by_group = results[place :: len(trees)]
@@ -241,13 +240,12 @@ def find(args: argparse.Namespace, target, drafter) -> tuple[Costs, Tuned]:
     sizes = {min(args.batch_size, len(prompts)), len(prompts) % args.batch_size or args.batch_size}
     grid = {"topks": topks, "steps": max(tree.steps for tree in dynamic), "nodes": args.num_draft_tokens}
     grid |= {"statics": [tree for tree in trees if tree.fixed], "batches": sorted(sizes), "sampling": sampling}
-    shown = {"remeasure": args.remeasure, "progress": progress_bar("costs")}
-    costs = grid_costs(target, drafter, **shown, **grid, repeats=args.repeats)
+    costs = grid_costs(target, drafter, remeasure=args.remeasure, **grid, repeats=args.repeats)
     how: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "sampling": sampling, "seed": args.seed}
     stage(f"decoding {len(prompts)} prompts without a drafter, and drafting along the answers")
     texts, steps = answers_to(target, prompts, **how), max(tree.steps for tree in trees)
     recording = record(target, drafter, texts, steps=steps, topks=topks, sampling=sampling)
-    how |= {"batch": args.batch_size, "repeats": args.repeats, "progress": progress_bar("real runs")}
+    how |= {"batch": args.batch_size, "repeats": args.repeats}
     return costs, tune(costs, recording, trees, target, drafter, prompts, tries=args.tries, **how)
 
 

@@ -26,22 +26,16 @@ MOST = 1 << 15  # characters of a schema or an expression
 # Between the parts of an object or array: a space, or a new line and its indentation. JSON takes any number of them,
 # and a model that may write as many as it likes may never write anything else.
 WHITESPACE = r"(\x20|\x0D?\x0A[\x20\x09]{0,24})"
-ANNOTATIONS = {
+# The keywords that are known. Of these llguidance refuses itself what it does not do.
+KNOWN = {
     "$schema", "$comment", "$anchor", "title", "description", "default", "examples", "deprecated", "readOnly",
-    "writeOnly",
+    "writeOnly", "additionalItems", "additionalProperties", "contentSchema", "items", "allOf", "anyOf", "oneOf",
+    "prefixItems", "$defs", "definitions", "patternProperties", "properties", "$id", "$ref", "const", "enum", "format",
+    "exclusiveMaximum", "exclusiveMinimum", "maxItems", "maxLength", "maxProperties", "maximum", "minItems",
+    "minLength", "minProperties", "minimum", "multipleOf", "pattern", "required", "type",
 }  # fmt: skip
-# Keywords whose value is a schema, a list of schemas, or schemas by name.
-ONE = {
-    "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not",
-    "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
-}  # fmt: skip
-LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
-NAMED = {"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"}
-OTHERS = {
-    "$id", "$ref", "const", "dependentRequired", "enum", "exclusiveMaximum", "exclusiveMinimum", "format",
-    "maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties", "minimum",
-    "multipleOf", "pattern", "required", "type", "uniqueItems", "maxContains", "minContains",
-}  # fmt: skip
+NAMED = {"$defs", "definitions", "patternProperties", "properties"}  # their values are schemas by name
+VALUES = {"const", "default", "enum", "examples"}  # theirs are no schemas
 COMPILE_SECONDS, COMPILE_BYTES = 4, 1 << 30
 COMPILE = f"""
 import signal, sys
@@ -53,7 +47,6 @@ from llguidance import LLMatcher, LLTokenizer
 LLMatcher(LLTokenizer("byte"), sys.stdin.read(), log_level=0)
 """
 _MADE: "WeakKeyDictionary[LanguageModel, Grammars]" = WeakKeyDictionary()
-KNOWN = ANNOTATIONS | ONE | LISTS | NAMED | OTHERS  # of these llguidance refuses itself what it does not do
 
 
 def grammars_of(target: LanguageModel) -> "Grammars":
@@ -223,16 +216,12 @@ def _keywords(schema: Any) -> Iterator[str]:
     waiting = [schema]
     while waiting:
         found = waiting.pop()
-        if not isinstance(found, Mapping):
-            continue
-        yield from found
-        for keyword, value in found.items():
-            if keyword in ONE:
-                waiting += value if isinstance(value, list) else [value]
-            elif keyword in LISTS and isinstance(value, list):
-                waiting += value
-            elif keyword in NAMED and isinstance(value, Mapping):
+        for keyword, value in found.items() if isinstance(found, Mapping) else ():
+            yield keyword
+            if keyword in NAMED and isinstance(value, Mapping):
                 waiting += value.values()
+            elif keyword not in VALUES:
+                waiting += value if isinstance(value, list) else [value]
 
 
 @lru_cache(maxsize=64)

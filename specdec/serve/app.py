@@ -128,7 +128,7 @@ def _add_errors(app: FastAPI, service: Service) -> None:
 
 def respond(refusal: Refusal, metrics: Metrics) -> Response:
     """Count a refused request, and return its response."""
-    metrics.add("specdec:requests_refused", status=refusal.status)
+    metrics.of("specdec:requests_refused", status=refusal.status).inc()
     headers = {"retry-after": "1"} if refusal.status in (429, 503) else None
     return JSONResponse(refusal.body(), refusal.status, headers=headers)
 

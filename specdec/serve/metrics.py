@@ -69,21 +69,6 @@ class Metrics:
             self.series[key] = self.families[name].labels(**self.own, **labels)
         return self.series[key]
 
-    def add(self, name: str, amount: float = 1, **labels) -> None:
-        """Add `amount` to a counter."""
-        with self.lock:
-            self.of(name, **labels).inc(amount)
-
-    def set(self, name: str, value: float) -> None:
-        """Set a gauge to `value`."""
-        with self.lock:
-            self.of(name).set(value)
-
-    def observe(self, name: str, seconds: float) -> None:
-        """Add an observation, in seconds, to a histogram."""
-        with self.lock:
-            self.of(name).observe(seconds)
-
     def value(self, name: str, **labels) -> float:
         """Return the value of a counter, a gauge, or a histogram's `_sum` or `_count`; 0 if there is no such series."""
         shown = f"{name}_total" if FAMILIES.get(name, (None,))[0] is Counter else name
@@ -94,7 +79,7 @@ class Metrics:
         """Return all series in the text format of Prometheus."""
         with self.lock:
             rounds = self.value("specdec:sequence_rounds")
-            self.set("specdec:tau", self.value("specdec:round_tokens") / rounds if rounds else 0.0)
+            self.of("specdec:tau").set(self.value("specdec:round_tokens") / rounds if rounds else 0.0)
             return generate_latest(self.registry).decode()
 
 
@@ -102,7 +87,11 @@ def count(
     metrics: Metrics, report: RoundReport, live: list[bool], drafts: list[int], prefixes: Prefixes | None = None
 ) -> None:
     """Count the tokens of a step. live: which rows had not ended before. drafts: `drafted_of`."""
-    add, emitted = metrics.add, sum(map(len, report.emitted))
+    emitted = sum(map(len, report.emitted))
+
+    def add(name: str, amount: float = 1, **labels) -> None:
+        metrics.of(name, **labels).inc(amount)
+
     add("vllm:generation_tokens", emitted)
     if report.prefill:
         prompts = sum(len(row.prompt) for row in report.rows)

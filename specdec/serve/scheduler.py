@@ -200,7 +200,7 @@ class Scheduler:
         for job in joining:
             job.sequence = self.engine.add(job.prompt, **job.how)
             self.running[job.sequence] = job
-            self.metrics.observe("vllm:request_queue_time_seconds", time.perf_counter() - job.arrived)
+            self.metrics.of("vllm:request_queue_time_seconds").observe(time.perf_counter() - job.arrived)
 
     def _next(self, joining: list[Job]) -> Job | None:
         """Return the queued job that gets the next row; None if none may.
@@ -230,7 +230,7 @@ class Scheduler:
                 delta = Delta(job, tokens, logprobs, likely, sequence.finish, drafted=drafted, marks=marks)
                 deltas.append(delta)
                 since, name = (job.heard, "inter_token_latency") if job.heard else (job.arrived, "time_to_first_token")
-                metrics.observe(f"vllm:{name}_seconds", now - since)
+                metrics.of(f"vllm:{name}_seconds").observe(now - since)
                 job.heard = now
                 if sequence.finish is not None:
                     del self.running[sequence]
@@ -248,11 +248,11 @@ class Scheduler:
         with metrics.lock:
             for delta in deltas:
                 if delta.finish is not None:
-                    metrics.add("vllm:request_success", finished_reason=REASONS.get(delta.finish, delta.finish))
-                    metrics.observe("vllm:e2e_request_latency_seconds", now - delta.job.arrived)
-            metrics.set("vllm:num_requests_running", len(self.running))
-            metrics.set("vllm:num_requests_waiting", len(self.queue))
-            metrics.set("vllm:kv_cache_usage_perc", len(self.running) / self.rows)
+                    metrics.of("vllm:request_success", finished_reason=REASONS.get(delta.finish, delta.finish)).inc()
+                    metrics.of("vllm:e2e_request_latency_seconds").observe(now - delta.job.arrived)
+            metrics.of("vllm:num_requests_running").set(len(self.running))
+            metrics.of("vllm:num_requests_waiting").set(len(self.queue))
+            metrics.of("vllm:kv_cache_usage_perc").set(len(self.running) / self.rows)
 
     # When decoding fails
 

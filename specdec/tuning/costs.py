@@ -26,7 +26,7 @@ from specdec.cli.revision import code_digest
 from specdec.contracts import TreePolicy
 from specdec.machine import machine
 from specdec.trees import DynamicTree
-from specdec.tuning.timing import Progress, busy, in_turns, silent
+from specdec.tuning.timing import busy, in_turns
 
 TIMED_CODE = ("specdec", "specdec/drafters", "specdec/trees")  # folders of what is timed, and of what times it
 
@@ -148,14 +148,12 @@ class Costs:
         return [(self._fits[right - 1], 1 - share), (self._fits[right], share)]
 
 
-def measure(
-    runs: Sequence[Callable[[], list[Point]]], repeats: int, progress: Progress = silent
-) -> tuple[list[Point], bool]:
+def measure(runs: Sequence[Callable[[], list[Point]]], repeats: int, shown: str = "") -> tuple[list[Point], bool]:
     """Return the points of all runs, which take turns, and whether the machine was busy, by plain rounds.
 
     The fastest of all turns counts, because other programs only add time.
     """
-    kinds = [same for turns in in_turns(runs, repeats, progress) for same in zip(*turns, strict=True)]
+    kinds = [same for turns in in_turns(runs, repeats, shown) for same in zip(*turns, strict=True)]
     disturbed = any(busy([p.seconds for p in same]) for same in kinds if same[0].kind == PLAIN)
     return [min(same, key=lambda p: p.seconds) for same in kinds], disturbed
 

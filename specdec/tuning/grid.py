@@ -14,7 +14,7 @@ import numpy as np
 from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, Tree
 from specdec.tuning.costs import PLAIN, Costs, Kind, Point, cached_costs, identity, measure
-from specdec.tuning.timing import SETTLE, Progress, TreeTimer, median, silent
+from specdec.tuning.timing import SETTLE, TreeTimer, median
 
 WIDTHS = (1, 2, 4, 8)
 DEPTHS = (1, 2, 4, 8)
@@ -54,10 +54,10 @@ def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]
     return chosen
 
 
-def grid_costs(target, drafter, *, remeasure: bool = False, progress: Progress = silent, **how) -> Costs:
+def grid_costs(target, drafter, *, remeasure: bool = False, **how) -> Costs:
     """Return the cached costs of a pair's trees, else measured ones, or with `remeasure` always; see `measure_grid`."""
     who = identity(target, drafter, grid=how | {"statics": [tree.text for tree in how.get("statics", ())]})
-    return cached_costs(who, lambda: (measure_grid(target, drafter, progress=progress, **how), True), remeasure)
+    return cached_costs(who, lambda: (measure_grid(target, drafter, **how), True), remeasure)
 
 
 def measure_grid(
@@ -72,12 +72,10 @@ def measure_grid(
     statics: Sequence[Tree] = (),
     sampling: Sampling | None = None,
     repeats: int = 5,
-    progress: Progress = silent,
 ) -> Costs:
     """Time real rounds of the probes, and of `statics`, static trees.
 
     All trees are timed at the middle context, and those of one level and the deepest at the other contexts too.
-    progress: called with the number of runs done and of all.
 
     Raises ValueError if the target's context is too short.
     """
@@ -97,7 +95,7 @@ def measure_grid(
             middle = context == places[len(places) // 2]
             here = [t for t in trees if middle or t.steps in (1, steps)]
             runs += [partial(run, tree, context, rows) for tree in (None, *here)]
-    points, _ = measure(runs, repeats, progress)
+    points, _ = measure(runs, repeats, "costs")
     return Costs(points)
 
 

@@ -8,6 +8,8 @@ import time
 from collections import abc
 from collections.abc import Callable
 
+from tqdm import tqdm
+
 from specdec.contracts import Drafter
 from specdec.engine.engine import Engine
 from specdec.engine.report import Reads
@@ -19,7 +21,6 @@ CONTEXT = 128  # tokens before the rounds that are timed
 SETTLE = 2  # rounds of a turn that are not timed: the first rounds allocate memory, and absorb what plain rounds left
 BUSY = 1.3  # slowest to fastest turn of plain rounds, above which another program disturbed the timing
 
-Progress = Callable[[int, int], None]  # called with the number of runs done and of all
 Seconds = tuple[float, float]  # of a round: all but the target's forward, and that forward (0 if replayed as a whole)
 
 
@@ -108,21 +109,18 @@ def median(seconds: abc.Sequence[Seconds]) -> Seconds:
     return tuple(statistics.median(parts) for parts in zip(*seconds, strict=True))
 
 
-def silent(done: int, of: int) -> None:
-    """Show no progress."""
-
-
-def in_turns(runs: abc.Sequence[Callable[[], object]], turns: int, progress: Progress = silent) -> list[list]:
+def in_turns(runs: abc.Sequence[Callable[[], object]], turns: int, shown: str = "") -> list[list]:
     """Return what each run returned, by turn.
 
     All runs take turns, and every other turn goes backwards, so that other load of the machine disturbs all runs alike.
+    shown: the name of a bar on the terminal.
     """
     found: list[list] = [[] for _ in runs]
-    for turn in range(turns):
-        order = range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs)))
-        for done, i in enumerate(order, 1):
-            found[i].append(runs[i]())
-            progress(turn * len(runs) + done, turns * len(runs))
+    with tqdm(total=turns * len(runs), desc=shown, mininterval=1.0, disable=not shown) as bar:
+        for turn in range(turns):
+            for i in range(len(runs)) if turn % 2 == 0 else reversed(range(len(runs))):
+                found[i].append(runs[i]())
+                bar.update()
     return found
 
 

@@ -67,7 +67,7 @@ REFUSED = (
     ("generate --prompt x --topk 0", "--topk must be at least 1"),
     ("generate --prompt x --tree 1/2/3 --topk 2", "--topk contradicts --tree"),
     ("generate --prompt x --no-draft --draft ngram", "--draft contradicts --no-draft"),
-    ("generate --prompt x --top-p 2", "top_p must lie in (0, 1]"),
+    ("generate --prompt x --top-p 2", "top_p must be at most 1"),
     ("generate --prompt x --verifier none", "there is no verifier 'none'"),
     ("generate --prompts nowhere.txt", "no such prompt file: nowhere.txt"),
     ("generate --prompt x --target nowhere --draft ngram", "no such checkpoint folder: nowhere"),

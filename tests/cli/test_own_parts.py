@@ -239,7 +239,7 @@ ADDED = {
     "training/objectives/zzz.py": OBJECTIVE,
     "conf/objective/zzz.yaml": "_target_: specdec.training.objectives.zzz.New\nsteps: 2\nterms: {zzz_term: 1.0}\n",
 }
-FIELD = '    fresh: float = setting(0.0, "new: 0 (default) is off", ge=0, le=1)'
+FIELD = '    fresh: float = ranged(0, 1, 0.0, help="new: 0 (default) is off")'
 USE = """
 import contextlib, io, sys
 import specdec

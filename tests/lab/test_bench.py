@@ -118,7 +118,7 @@ def test_a_configuration_that_cannot_be_is_skipped():
     for reason, *how in (
         ("300 tokens are needed, the target's context holds 256", 200, 100),
         ("not available: decoding has no magic here", 4, 4, {"temperature": 1.0, "magic": 2}),
-        ("temperature must be 0", 4, 4, {"temperature": -1.0}),
+        ("temperature must be at least 0", 4, 4, {"temperature": -1.0}),
     ):
         (row,) = bench(plain=Scripted(ours=True)).run(Configuration("odd", *how))
         assert row["contender"] == "all"

@@ -97,24 +97,24 @@ def test_every_turn_has_its_rounds_in_texts_that_have_room(pair, room):
     assert engine.step() is None
 
 
-def test_runs_take_turns():
-    order, shown = [], []
+def test_runs_take_turns(capsys):
+    order = []
     runs = [lambda i=i: order.append(i) or i for i in range(3)]
-    assert in_turns(runs, 2, lambda *at: shown.append(at)) == [[0, 0], [1, 1], [2, 2]]
+    assert in_turns(runs, 2) == [[0, 0], [1, 1], [2, 2]]
     assert order == [0, 1, 2, 2, 1, 0]
-    assert shown == [(done, 6) for done in range(1, 7)]
+    assert in_turns(runs, 1, "turns") == [[0], [1], [2]]
+    assert "turns: 100%" in capsys.readouterr().err
 
 
 def test_measuring_covers_the_probes_and_static_trees(pair, tmp_path):
-    file, shown = tmp_path / "tree.yaml", []
+    file = tmp_path / "tree.yaml"
     file.write_text("paths: [[0], [1], [0, 0], [0, 0, 0], [0, 0, 0, 0]]")
     tree = parse_tree(file)
     assert (tree.steps, tree.num_draft_tokens, str(tree)) == (4, 6, str(file))
-    costs = measure_grid(*pair, **FEW, statics=[tree], batches=(1, 2), progress=lambda *at: shown.append(at))
+    costs = measure_grid(*pair, **FEW, statics=[tree], batches=(1, 2))
     trees = [tree, *probes(FEW["topks"], 3, FEW["nodes"])]
     assert {p.kind for p in costs.points} == {PLAIN, *(Kind.of(t) for t in trees)}
     assert {(p.rows, p.context) for p in costs.points} == {(b, c) for b in (1, 2) for c in (8, 24)}
-    assert [done for done, _ in shown] == list(range(1, shown[-1][1] + 1))
     every = [Kind.of(t) for t in useful_trees(FEW["topks"], 3, FEW["nodes"])]
     assert all(costs.seconds(kind, 2, 20.0) > 0 for kind in every)
     assert statistics.median(costs.errors()) < 1
@@ -128,7 +128,7 @@ def calls(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found = []
 
-    def fake(target, drafter, progress, **how):
+    def fake(target, drafter, **how):
         found.append(how)
         return Costs(known_points())
 

@@ -206,7 +206,7 @@ def test_a_run_that_was_stopped_ends_as_one_left_alone(tmp_path, how, stop_after
     ("override", "message"),
     [
         ("data.on_policy.weight=0.5", "data.on_policy.weight must be at least 1, got 0.5"),
-        ("data.on_policy.temperature=-1", "temperature must be 0 (greedy) or a positive number, got -1"),
+        ("data.on_policy.temperature=-1", "temperature must be at least 0, got -1"),
         ("data.on_policy.topk=0", "topk and steps must be at least 1, got topk 0 and steps 2"),
         ("data.on_policy.topk=300", "topk is 300, but the draft vocabulary has 200 tokens only"),
         ("+data.on_policy.shares=0.5", "data.on_policy: "),

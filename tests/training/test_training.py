@@ -232,7 +232,7 @@ def test_how_long_a_run_is():
         assert TrainerConfig(**settings).over(batches=10).steps == steps
     with pytest.raises(ValueError, match=r"trainer\.steps and trainer\.epochs both say"):
         TrainerConfig(steps=3, epochs=1)
-    with pytest.raises(ValueError, match=r"trainer\.epochs must be positive"):
+    with pytest.raises(ValueError, match=r"trainer\.epochs must be above 0"):
         TrainerConfig(epochs=0)
 
 

@@ -45,8 +45,6 @@ class Shards:
 
     def __init__(self, out: Path, rows: int, size: int | None, settings: dict, only: int | None = None):
         """only: the number of a file; others are somebody else's."""
-        if size is not None and size < 1:
-            raise ValueError(f"a shard must hold at least 1 line, got {size}")
         self.out, self.rows, self.size = out, rows, size or rows
         self.count = -(-rows // self.size)
         self.first, self.end = (0, self.count) if only is None else (only, only + 1)

@@ -114,10 +114,4 @@ def schedule(step: int, steps: int, warmup: int, kind: str = "cosine") -> float:
     if step < warmup:
         return (step + 1) / warmup
     left = (steps - step) / max(steps - warmup, 1)
-    if kind == "constant":
-        return 1.0
-    if kind == "linear":
-        return left
-    if kind == "cosine":
-        return 0.5 * (1 - math.cos(math.pi * left))
-    raise ValueError(f"schedule must be constant, linear or cosine, got {kind!r}")
+    return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 - math.cos(math.pi * left))}[kind]

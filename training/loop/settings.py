@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from specdec.cli.limits import MOST
-from specdec.schema import check_fields, ranged
+from specdec.schema import check_fields, choice, ranged
 
 if TYPE_CHECKING:  # commands check these settings before torch is loaded
     import torch
@@ -21,7 +21,7 @@ class TrainerConfig:
     """conf/trainer/*.yaml says what each is for."""
 
     steps: int | None = ranged(1, MOST, None)
-    epochs: float | None = None
+    epochs: float | None = ranged(0, MOST, None, above=True)
     batch_tokens: int = ranged(1, MOST, 4096)
     accumulate: int = ranged(1, MOST, 1)
     lr: float = ranged(0, 100, 1e-3)
@@ -29,7 +29,7 @@ class TrainerConfig:
     betas: tuple[float, float] = ranged(0, 1, (0.9, 0.95))
     weight_decay: float = ranged(0, 100, 0.0)
     warmup: float = ranged(0, MOST, 0.02)
-    schedule: str = "cosine"
+    schedule: str = choice("cosine", "linear", "constant")
     clip: float = ranged(0, 1e12, 0.5, above=True)
     ema: float | None = None
     autocast: str | None = None
@@ -52,17 +52,12 @@ class TrainerConfig:
         check_fields(self, "trainer")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("trainer.steps and trainer.epochs both say how long to train: set one of them to null")
-        if self.epochs is not None and not 0 < self.epochs < math.inf:
-            raise ValueError(f"trainer.epochs must be positive, got {self.epochs}")
         if len(self.betas) != 2:
             raise ValueError(f"trainer.betas must be two numbers, got {list(self.betas)}")
         if self.autocast not in (None, "bf16"):
             raise ValueError(f"trainer.autocast must be null or bf16, got {self.autocast!r}")
         if self.ema is not None and not 0 < self.ema < 1:
             raise ValueError(f"trainer.ema must be null or a decay between 0 and 1, got {self.ema}")
-        from specdec.training.loop.optim import schedule
-
-        schedule(0, 1, 0, self.schedule)
 
     @property
     def length(self) -> int:

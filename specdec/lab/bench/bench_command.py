@@ -121,8 +121,6 @@ def make_contenders(settings: dict, target, make_drafter, slots: int) -> dict:
 def make_prompts(settings: dict, target):
     """Return random tokens for a shape, else the encoded texts of the prompt file. Raises ValueError without one."""
     questions = settings["questions"]
-    if not isinstance(questions, int) or questions < 1:
-        raise ValueError(f"questions must be at least 1, got {questions}")
     if settings.get("shape") is not None:
         return random_prompts(target.vocab, questions, settings["seed"])
     if settings["prompts"] is None:

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 from rich.table import Table
+from tqdm import tqdm
 
 from specdec.cli.terminal import console, print_table
-from specdec.lab.output import progress_bar, write_figure, write_json
+from specdec.lab.output import write_figure, write_json
 from specdec.lab.sweep.benchmarks import load_benchmark
 
 KEY = "OPENAI_API_KEY"
@@ -231,13 +232,12 @@ async def measure(args: argparse.Namespace, prompts: Sequence[str], transport=No
         model = args.served_model_name or await first_model(client)
         drawn = args.temperature, args.ignore_eos, args.seed, args.range_ratio
         asked = Asked(model, args.max_new_tokens, not args.completions, *drawn)
-        shown, points = progress_bar("loads"), []
-        for number, load in enumerate(loads, 1):
+        points = []
+        for load in tqdm(loads, desc="loads"):
             if args.warm_up:
                 few = [prompts[i % len(prompts)] for i in range(args.warm_up)]
                 await drive(client, asked, few, min(args.warm_up, load.get("concurrency", 8)))
             points.append(await drive(client, asked, prompts, **load, seed=args.seed))
-            shown(number, len(loads))
     return {"model": model, "url": args.server, "asked": asked.body("..."), "loads": points}
 
 

@@ -164,7 +164,6 @@ class Transformers(Contender):
         names = ("repetition_penalty",) if sampling.greedy else SHARED  # they override the generation config
         how: dict[str, Any] = {name: getattr(sampling, name) for name in names} | self.how
         device = self.model.device
-        ran: list[Any] = []
         self.model.set_attn_implementation(self.attention)
         ids = torch.tensor([prompt], device=device)
         torch.manual_seed(seed)
@@ -172,21 +171,13 @@ class Transformers(Contender):
         clock, start = Clock(device), time.perf_counter()
 
         def step(*_) -> torch.Tensor:
-            """Mark the end of a step. transformers 5.17 also calls this for drafted tokens that no forward has seen."""
-            if ran or not self.drafts:
-                clock.mark("step")
-                ran.clear()
+            """Mark the end of a step."""
+            clock.mark("step")
             return torch.zeros(1, dtype=torch.bool, device=device)
 
-        # A hook in a compiled model would be compiled too.
-        hook = self.model.register_forward_hook(lambda *_: ran.append(True)) if self.drafts else None
         how |= {"do_sample": not sampling.greedy, "pad_token_id": 0, "stopping_criteria": [step]}
         how |= {"attention_mask": torch.ones_like(ids), "return_dict_in_generate": True}
-        try:
-            out = self.model.generate(ids, max_new_tokens=new, **how)
-        finally:
-            if hook is not None:
-                hook.remove()
+        out = self.model.generate(ids, max_new_tokens=new, **how)
         wait(device)
         seconds = time.perf_counter() - start
         first, *steps = (taken for _, taken in clock.intervals())

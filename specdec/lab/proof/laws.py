@@ -114,16 +114,14 @@ def chi_square(seen: Tensor, expected: Tensor) -> float:
     if seen[expected == 0].sum() > 0:
         return 0.0
     rare = expected < LEAST_EXPECTED
-    if expected[rare].sum() >= LEAST_EXPECTED:
-        seen, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (seen, expected))
-    else:
-        seen, expected = seen[~rare], expected[~rare]
+    seen, expected = (torch.cat([x[~rare], x[rare].sum()[None]]) for x in (seen, expected))
+    if expected[-1] < LEAST_EXPECTED:
+        seen, expected = seen[:-1], expected[:-1]
     if len(seen) < 2:
         return math.nan
     expected = expected * (seen.sum() / expected.sum())
     statistic = ((seen - expected) ** 2 / expected).sum()
-    freedom = torch.tensor((len(seen) - 1) / 2, dtype=torch.float64)
-    return torch.special.gammaincc(freedom, statistic / 2).item()
+    return torch.special.gammaincc(torch.tensor((len(seen) - 1) / 2).double(), statistic / 2).item()
 
 
 def exact_distance(verifier: Verifier, sampling: Sampling) -> float:

@@ -240,13 +240,10 @@ def print_proof(proof: Proof) -> None:
 
 def as_json(proof: Proof) -> dict:
     """Return the report as a dictionary of plain types for JSON."""
-    bugs = proof.bugs
     return {
         "sound": proof.sound,
-        "unequal_texts": bugs["unequal_texts"],
-        "statistical_bugs": bugs["statistical_bugs"],
+        **proof.bugs,
         "threshold": proof.threshold,
-        "left_behind": bugs["left_behind"],
         "rollback": [labels | asdict(p) for labels, p in proof.rollback],
         "equal": [labels | {"same": p.same} | asdict(p) for labels, p in proof.equal],
         "laws": [labels | asdict(p) for labels, p in proof.laws],

@@ -221,8 +221,6 @@ def compare(
     check_prompts(prompts, "compare(target, drafts, prompts)")
     sampling = cast(Sampling | None, as_sampling(sampling, words))
     target, batch = as_target(target), as_prompts(prompts)
-    if not batch:
-        raise ValueError("no prompt was given")
     given: dict[str, Any] = {"tree": tree, "verifier": verifier, "token_map": token_map, "compile": compile}
     ways = {name: way_of(name, entry, target, given) for name, entry in named(drafts).items()}
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed, "raw": raw}

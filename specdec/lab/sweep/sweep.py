@@ -57,10 +57,7 @@ class Sweep:
     traces: bool = True
 
     def __post_init__(self) -> None:
-        """Collect the settings that all points share. Raises ValueError for a number below 1."""
-        for name in ("max_new_tokens", "batch_size", "resamples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        """Collect the settings that all points share."""
         self.raw, self.template = template_settings(self.target, self.raw, self.thinking)
         target, benchmark = self.target, self.benchmark
         own_settings = ("raw", "template", "sampling", "max_new_tokens", "batch_size", "seed")

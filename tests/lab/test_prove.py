@@ -144,7 +144,7 @@ def test_the_command(capsys, tmp_path, target_path, drafter_path, monkeypatch):
     assert "No bug found" in (tmp_path / "proof.md").read_text()
     main([*how, "--draws", "4000", "--self-test"])  # ends well if the broken rules were found out
     assert "NOT LOSSLESS" in capsys.readouterr().out
-    monkeypatch.setattr(prove_command.local, "print_proof", Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(prove_command, "Markdown", Mock(side_effect=BrokenPipeError))
     with pytest.raises(SystemExit, match="0"):
         main([*how, "--draws", "1000", "--out", str(tmp_path / "third.md")])
     assert "No bug found" in (tmp_path / "third.md").read_text(), "written although nobody reads what is shown"

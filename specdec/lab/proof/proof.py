@@ -7,11 +7,9 @@ from math import isnan
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from specdec.cli.terminal import console
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.engine import Engine
 from specdec.lab.proof.equality import SLACK, EqualityProof, EqualityProver
@@ -222,20 +220,6 @@ def markdown(proof: Proof, conditions: str) -> str:
 def mismatches(proof: Proof) -> list[str]:
     """Return a Markdown list item for each text that differs from plain decoding."""
     return [f"- {', '.join(labels.values())}, {one}" for labels, p in proof.equal for one in p.mismatches]
-
-
-def print_proof(proof: Proof) -> None:
-    """Print the report's tables and mismatches to the terminal."""
-    screen = console(160)
-    for title, columns, rows, note in sections(proof):
-        out = Table(title=title, caption=note, title_justify="left", caption_justify="left")
-        for column in columns:
-            is_name = column in ("drafter", "tree", "rule", "sampling", "rows")
-            out.add_column(column, justify="left" if is_name else "right")
-        for row in rows:
-            out.add_row(*row)
-        screen.print(out)
-    screen.print(*mismatches(proof), verdict_line(proof), sep="\n")
 
 
 def as_json(proof: Proof) -> dict:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from rich.table import Table
+from rich.markdown import Markdown
 
 from specdec import ranks
 from specdec.api import DEMO_TARGET, ModelSettings, load_drafter
@@ -162,15 +162,6 @@ def page(proof: ServerProof) -> str:
     return f"# Is the server lossless?\n\n**{proof.verdict()}**\n\n{items}\n{wrong}"
 
 
-def print_page(proof: ServerProof) -> None:
-    """Print the report's table, mismatches and result to the terminal."""
-    drift = "" if proof.drift is None else f"{proof.drift:.1e}"
-    table = Table("server", "reference", "texts", "equal", "ties", "bugs", "drift")
-    counts = proof.texts, proof.same, proof.ties, proof.bugs
-    table.add_row(proof.server, proof.reference, *map(str, counts), drift)
-    console(160).print(table, *map(str, proof.mismatches), proof.verdict(), sep="\n")
-
-
 def as_json(proof: ServerProof) -> dict:
     """Return the report as a dictionary of plain types for JSON."""
     summary, counts = asdict(proof), {"sound": not proof.bugs, "ties": proof.ties, "bugs": proof.bugs}
@@ -201,7 +192,7 @@ def prove_server(args: argparse.Namespace) -> None:
         if args.json:
             print(json.dumps(as_json(proof)))
         else:
-            print_page(proof)
+            print(page(proof))
     finally:  # the result is shown even if it cannot be written, and written even if it cannot be shown
         if args.out is not None:
             write_text(args.out, page(proof))
@@ -221,15 +212,15 @@ def run(args: argparse.Namespace) -> None:
     prompts = prompts_of(target, args)
     how = {name: getattr(args, name) for name in ("max_new_tokens", "draws", "seed", "self_test")}
     proof = local.prove(target, drafters, prompts, **how)
+    model = f"Target {called(target.name)}, {str(target.dtype).removeprefix('torch.')}"
+    text = local.markdown(proof, f"{model}; prompts: {len(prompts)}; tokens: {args.max_new_tokens}; seed: {args.seed}.")
     try:
         if args.json:
             print(json.dumps(local.as_json(proof)))
         else:
-            local.print_proof(proof)
+            console(160).print(Markdown(text), local.verdict_line(proof))
     finally:
         if args.out is not None:
-            model = f"Target {called(target.name)}, {str(target.dtype).removeprefix('torch.')}"
-            conditions = f"{model}; {len(prompts)} prompts, {args.max_new_tokens} tokens; seed {args.seed}."
-            write_text(args.out, local.markdown(proof, conditions))
+            write_text(args.out, text)
     if proof.sound == args.self_test:
         sys.exit(1)

@@ -139,13 +139,24 @@ def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts) -
 
 def read_facts(target: Where) -> TargetFacts:
     """Name, architecture and depth of a target, from its config alone; its parts are read when they are asked for."""
-    config = read_json(resolve(target) / "config.json")
+    folder = resolve(target)
+    config = read_json(folder / "config.json")
     stated = text_config(config)
-    layers = stated.get("num_hidden_layers", stated.get("n_layer"))  # GPT-2's name
+    layers = stated.get("num_hidden_layers") or _depth(folder)
     if not isinstance(layers, int):
         raise ValueError(f"{target} is not a target: its config.json states no num_hidden_layers")
     sizes, part = (stated.get("hidden_size"), stated.get("vocab_size")), partial(_part, target, config)
     return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, part, sizes)
+
+
+def _depth(folder: Path) -> int | None:
+    """Return the number of layers of a family that has another name for it, such as GPT-2; None if there is none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().num_hidden_layers
+    except Exception:  # the configs of any family may raise errors of any type
+        return None
 
 
 def _part(target: Where, config: dict, name: str) -> Tensor:

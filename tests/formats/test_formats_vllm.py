@@ -230,10 +230,18 @@ def test_taps_that_are_listed_need_the_target(pair, tmp_path):
         export(tmp_path / "ours", tmp_path / "there", "vllm", folder)
 
 
-def test_the_depth_of_a_target_has_two_names(tmp_path):
-    for name in ("num_hidden_layers", "n_layer"):
-        (tmp_path / "config.json").write_text(json.dumps({name: 7}))
-        assert read_facts(tmp_path).layers == 7
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [
+        ("llama", {"num_hidden_layers": 7}),
+        ("gpt2", {"n_layer": 7}),
+        ("xglm", {"num_layers": 7}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp", "mamba", "mlp", "mamba", "attention"]}),
+    ],
+)
+def test_the_depth_of_a_target_has_several_names(family, depth, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | depth))
+    assert read_facts(tmp_path).layers == 7
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle2"])

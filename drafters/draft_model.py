@@ -20,8 +20,8 @@ from specdec.schema import shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 # The embedding of a language model, as the families of transformers name it.
-EMBEDDING = re.compile(
-    r"(?:(?:\w+\.)+embed_tokens|(?:\w+\.)*(?:wte|embed_in|word_embeddings)|backbone\.embeddings)\.weight"
+EMBEDDINGS = re.compile(
+    r"(?:\w+\.(?:decoder\.)?embed_tokens|(?:\w+\.)?(?:wte|embed_in|word_embeddings)|(?:backbone|model)\.embeddings)\.weight"
 )
 
 
@@ -135,4 +135,4 @@ def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:
     named = config.get("architectures") or [""]
     if not (isinstance(named, list) and isinstance(named[0], str)):
         raise ValueError(f"config.json: architectures must be a list of names, got {shown(named)}")
-    return named[0].endswith(("ForCausalLM", "LMHeadModel")) and any(map(EMBEDDING.fullmatch, tensors))
+    return named[0].endswith(("ForCausalLM", "LMHeadModel")) and any(map(EMBEDDINGS.fullmatch, tensors))

@@ -244,6 +244,26 @@ def test_the_depth_of_a_target_has_several_names(family, depth, tmp_path):
     assert read_facts(tmp_path).layers == 7
 
 
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+        ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6}),  # its head is its embedding
+        ("gpt_neox", {}),
+    ],
+)
+def test_the_ends_of_a_target_have_several_names(family, fields, tmp_path):
+    folder = tmp_path / "target"
+    save_hf(folder, family, **fields)
+    target = load_target(folder, tokenizer=False)
+    drafter = randomized(eagle3.create(target, taps=(1, 2)))
+    assert "vllm" not in without_a_form(drafter, target)
+    _, tensors = written(drafter, target, tmp_path, folder)
+    assert tensors["embed_tokens.weight"].equal(target.embed.weight)
+    facts = read_facts(folder)
+    assert facts.part("head").equal(target.head.weight)
+
+
 @pytest.mark.parametrize("name", ["eagle3", "eagle2"])
 def test_measured_acceptance_goes_along(name, tmp_path):
     source = specdec.DEMO_TARGET.parent / name

@@ -183,7 +183,7 @@ class Selector(ConditionalHead):
     def forward(self, base: Tensor, hidden: Tensor, carried: Tensor, slot: int) -> tuple[Tensor, Tensor]:
         low, carried = self.narrow(hidden, carried, slot)
         best, ids = base.topk(min(self.candidates, base.shape[-1]))  # [B,1,k]
-        scores = best + low @ self.head.weight[ids[:, 0]].mT
+        scores = best + low @ F.embedding(ids[:, 0], self.head.weight).mT
         logits = base.new_full((*low.shape[:2], base.shape[-1]), -torch.inf)
         return logits.scatter_(2, ids.expand(scores.shape), scores), carried
 

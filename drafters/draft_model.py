@@ -4,6 +4,7 @@ It reads tokens only, and keeps its own conventions: token t has position t, and
 """
 
 import os
+import re
 
 import torch
 from torch import Tensor
@@ -18,6 +19,10 @@ from specdec.model.names import resolve
 from specdec.schema import shown
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+# The embedding of a language model, as the families of transformers name it.
+EMBEDDINGS = re.compile(
+    r"(?:\w+\.(?:decoder\.)?embed_tokens|(?:\w+\.)?(?:wte|embed_in|word_embeddings)|(?:backbone|model)\.embeddings)\.weight"
+)
 
 
 class DraftModel(Drafter):
@@ -125,9 +130,9 @@ def load_model(target, path: str | os.PathLike, allow_nonfinite: bool = False) -
 def is_language_model(config: dict, tensors: dict[str, Tensor]) -> bool:
     """Return whether a checkpoint is an ordinary causal language model.
 
-    Heads that read a target's features have no embedding of this name.
+    Heads that read a target's features have no embedding of these names.
     """
     named = config.get("architectures") or [""]
     if not (isinstance(named, list) and isinstance(named[0], str)):
         raise ValueError(f"config.json: architectures must be a list of names, got {shown(named)}")
-    return named[0].endswith("ForCausalLM") and "model.embed_tokens.weight" in tensors
+    return named[0].endswith(("ForCausalLM", "LMHeadModel")) and any(map(EMBEDDINGS.fullmatch, tensors))

@@ -6,6 +6,7 @@ The weights and the meaning stay the same.
 import dataclasses
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from specdec.acceptance import read_acceptance
 from specdec.contracts import Drafter
+from specdec.drafters.draft_model import EMBEDDINGS
 from specdec.drafters.formats import EMBEDDING, FAMILIES, MAPS, Checkpoint, family_of, find_layout, open_checkpoint
 from specdec.drafters.formats.base import Family, Layout, TargetFacts, Tensors, check_target, facts_of
 from specdec.drafters.formats.eagle import TOKEN_MAP
@@ -31,9 +33,9 @@ from specdec.model.weight_files import read_json
 Where = str | os.PathLike  # a folder, or a hub name
 # A tied target has no head but its embedding.
 PARTS = {
-    "embedding": ("model.embed_tokens.weight",),
-    "head": ("lm_head.weight", "model.embed_tokens.weight"),
-    "final_norm": ("model.norm.weight",),
+    "embedding": (EMBEDDINGS,),
+    "head": (re.compile(r"(?:lm_head|embed_out)\.weight"), EMBEDDINGS),
+    "final_norm": (re.compile(r"model\.norm\.weight"),),
 }
 SERVERS = {"sglang": "SGLang", "vllm": "vLLM"}
 
@@ -139,24 +141,34 @@ def _with_head(meaning, tensors: Tensors, layout: Layout, target: TargetFacts) -
 
 def read_facts(target: Where) -> TargetFacts:
     """Name, architecture and depth of a target, from its config alone; its parts are read when they are asked for."""
-    config = read_json(resolve(target) / "config.json")
+    folder = resolve(target)
+    config = read_json(folder / "config.json")
     stated = text_config(config)
-    layers = stated.get("num_hidden_layers", stated.get("n_layer"))  # GPT-2's name
+    layers = stated.get("num_hidden_layers") or _depth(folder)
     if not isinstance(layers, int):
         raise ValueError(f"{target} is not a target: its config.json states no num_hidden_layers")
     sizes, part = (stated.get("hidden_size"), stated.get("vocab_size")), partial(_part, target, config)
     return TargetFacts(str(target), tuple(config.get("architectures") or ()), layers, part, sizes)
 
 
+def _depth(folder: Path) -> int | None:
+    """Return the number of layers of a family that has another name for it, such as GPT-2; None if there is none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config().num_hidden_layers
+    except Exception:  # the configs of any family may raise errors of any type
+        return None
+
+
 def _part(target: Where, config: dict, name: str) -> Tensor:
     folder = resolve(target)
-    stored = {key for key in read_headers(folder) if inner_name(key) in PARTS[name]}
-    found = {inner_name(key): tensor for key, tensor in read_tensors(folder, only=stored)}
-    held = [found[key] for key in PARTS[name] if key in found]
-    if not held:
-        raise ValueError(f"{target} holds no tensor {' or '.join(PARTS[name])}")
+    stored = [key for part in PARTS[name] for key in read_headers(folder) if part.fullmatch(inner_name(key))]
+    if not stored:
+        raise ValueError(f"{target} holds no tensor that is its {name.replace('_', ' ')}")
+    _, held = next(read_tensors(folder, only=stored[:1]))
     offset = name == "final_norm" and read_ends(config, str(target), head=True).norm_offset
-    return 1 + held[0].float() if offset else held[0]
+    return 1 + held.float() if offset else held
 
 
 def vllm_config(asked: dict, folder: Path, steps: int = SPECULATIVE_TOKENS) -> dict:

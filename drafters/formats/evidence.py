@@ -7,7 +7,7 @@ chain. The log-probability that a drafter gives to the answers' tokens is more s
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from math import comb
+from math import comb, inf
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from specdec.ops.likely import largest
 
 BATCH_TOKENS = 4096  # of answers side by side, padding included
 PIECE = 512  # positions whose logits are computed together
+LEAST = -20.0  # log-probability of a token that a selector (DFlash2) does not propose
 Taps = tuple[int, ...]
 Score = Callable[[Taps, int], float]  # taps, stage -> how well the drafter follows the answers of this stage
 MANY = 300  # so many taps may be tried on the least text
@@ -113,7 +114,7 @@ def follow(drafter: Drafter, batch: Batch, taps: tuple[int, ...], steps: int) ->
             logits = DraftState(part, part, state.head).logits.float()
             hits.append(largest(logits)[1] == ids)
             logq = logits.log_softmax(-1).gather(1, ids.clamp(min=0)[:, None]).squeeze(1)
-            chosen.append(logq.masked_fill(ids < 0, 0))
+            chosen.append(logq.masked_fill(logq == -inf, LEAST).masked_fill(ids < 0, 0))
         alive = alive & torch.cat(hits) & (batch.left > j)
         lengths += alive
         logp.append(torch.cat(chosen).masked_fill(batch.left <= j, 0))

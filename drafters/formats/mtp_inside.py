@@ -9,6 +9,7 @@ refused. No config states what is fed back: it is taken to be the state after th
 import re
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.mtp import NAMES, PREFIX, MtpMeaning
@@ -39,7 +40,7 @@ def wants(kind: str, config: dict, name: str) -> bool:
     """Return whether the tensor `name` belongs to an MTP head that is named in this way."""
     if (begin := re.match(KINDS[kind][1], name)) is None or name.endswith(COPIES):
         return False
-    return kind != "deepseek" or int(begin[0].split(".")[2]) >= config.get("num_hidden_layers", 0)
+    return kind != "deepseek" or int(begin[0].split(".")[2]) >= config.get("num_hidden_layers", inf)
 
 
 def recognise(kind: str, config: dict, tensors: Tensors) -> bool:

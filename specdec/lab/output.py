@@ -23,8 +23,9 @@ def stage(text: str) -> None:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a file of indented JSON, whole or not at all."""
-    write_text(path, json.dumps(content, indent=1) + "\n")
+    """Write a file of indented JSON, whole or not at all. What is no finite number is null, as JSON has no NaN."""
+    finite = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    write_text(path, json.dumps(finite, indent=1) + "\n")
 
 
 def write_csv(path: Path, rows: list[dict]) -> None:

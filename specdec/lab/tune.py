@@ -90,17 +90,21 @@ def measure_rates(
     *,
     batch: int = 1,
     repeats: int = 3,
+    seed: int = 0,
     **how,
 ) -> list[MeasuredRate]:
     """Decode every batch of prompts with every tree `repeats` times, in turns, after one batch of warm-up.
 
-    prompts: token ids. The time of a batch is the median of its repeats. how: arguments of `Engine.generate`.
+    prompts: token ids. Prompt i has the seed (seed, i), as in `answers_to`. The time of a batch is the median of its
+    repeats. how: arguments of `Engine.generate`.
     """
     engines = [Engine(target) if tree is None else Engine(target, drafter, tree) for tree in trees]
-    groups = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
+    seeds = [(seed, number) for number in range(len(prompts))]
+    groups = [(prompts[i : i + batch], seeds[i : i + batch]) for i in range(0, len(prompts), batch)]
     for engine in engines:
-        engine.generate(groups[0], **how | {"max_new_tokens": 8})
-    results = in_turns([partial(e.generate, group, **how) for group in groups for e in engines], repeats, "real runs")
+        engine.generate(groups[0][0], **how | {"max_new_tokens": 8})
+    runs = [partial(e.generate, group, seed=own, **how) for group, own in groups for e in engines]
+    results = in_turns(runs, repeats, "real runs")
     found = []
     for place, tree in enumerate(trees):
         by_group = results[place :: len(trees)]

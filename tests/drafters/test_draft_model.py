@@ -57,10 +57,21 @@ def test_a_language_model_on_disk_is_recognised(target, target_path, tmp_path):
     assert fast == texts_of(Engine(target), [prompt], max_new_tokens=30)
 
 
+def test_a_model_whose_config_names_its_depth_otherwise_has_no_heads_inside(target, tmp_path):
+    sizes = {"d_model": 48, "ffn_dim": 80, "attention_heads": 6, "num_layers": 2}
+    save_hf(tmp_path, "xglm", vocab_size=target.config.vocab, **sizes)
+    assert isinstance(load_drafter(tmp_path, target), DraftModel)
+
+
 @pytest.mark.parametrize(
     ("architecture", "tensor", "is_one"),
     [
         ("Qwen2ForCausalLM", "model.embed_tokens.weight", True),
+        ("OPTForCausalLM", "model.decoder.embed_tokens.weight", True),
+        ("GPT2LMHeadModel", "wte.weight", True),  # as the hub's file names it
+        ("GPTNeoXForCausalLM", "gpt_neox.embed_in.weight", True),
+        ("FalconForCausalLM", "transformer.word_embeddings.weight", True),
+        ("MambaForCausalLM", "backbone.embeddings.weight", True),
         ("LlamaForCausalLM", "embed_tokens.weight", False),  # EAGLE-1/2
         ("LlamaForCausalLMEagle3", "model.embed_tokens.weight", False),
         ("LlamaModel", "model.embed_tokens.weight", False),

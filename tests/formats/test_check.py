@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import DRAFTERS, LEARNERS, main_of, run_here, save_hf, tiny_drafter, tiny_target
+from helpers import DRAFTERS, LEARNERS, main_of, run_here, save_hf, tiny_block, tiny_drafter, tiny_target
 from published import edited, permuted, written
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -253,6 +253,16 @@ def test_every_family_has_readings_that_load(kind, tmp_path):
     assert report["problems"] == []
     if kind in LEARNERS:  # of the others the file holds a head, or an embedding that counts by itself
         assert report["parameters"] == sum(p.numel() for p in drafter.parameters())
+
+
+def test_a_token_that_a_selector_does_not_propose_is_no_error(tmp_path):
+    target = tiny_target(layers=5, vocab=16)
+    save_drafter(tiny_block(target, conditional="selector", head={"candidates": 2}), tmp_path, target)
+    rows = Engine(target).generate([[1, 2, 3]], max_new_tokens=8).rows
+    texts = [check.Answer(torch.tensor(row.prompt + row.tokens), 3) for row in rows]
+    report = check.compare(target, open_checkpoint(tmp_path), texts, steps=3)
+    assert "NaN" not in verdict.verdict(report)
+    assert None not in [outcome.gain for outcome in report.rounds[0][1:]]
 
 
 # The search over taps finds the best ones of all without trying all, on scores as hidden states give them

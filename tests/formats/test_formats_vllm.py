@@ -230,10 +230,38 @@ def test_taps_that_are_listed_need_the_target(pair, tmp_path):
         export(tmp_path / "ours", tmp_path / "there", "vllm", folder)
 
 
-def test_the_depth_of_a_target_has_two_names(tmp_path):
-    for name in ("num_hidden_layers", "n_layer"):
-        (tmp_path / "config.json").write_text(json.dumps({name: 7}))
-        assert read_facts(tmp_path).layers == 7
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [
+        ("llama", {"num_hidden_layers": 7}),
+        ("gpt2", {"n_layer": 7}),
+        ("xglm", {"num_layers": 7}),
+        ("nemotron_h", {"layers_block_type": ["mamba", "attention", "mlp", "mamba", "mlp", "mamba", "attention"]}),
+    ],
+)
+def test_the_depth_of_a_target_has_several_names(family, depth, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family} | depth))
+    assert read_facts(tmp_path).layers == 7
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("opt", {"ffn_dim": 80, "word_embed_proj_dim": 48}),
+        ("gpt2", {"n_embd": 48, "n_layer": 3, "n_head": 6}),  # its head is its embedding
+        ("gpt_neox", {}),
+    ],
+)
+def test_the_ends_of_a_target_have_several_names(family, fields, tmp_path):
+    folder = tmp_path / "target"
+    save_hf(folder, family, **fields)
+    target = load_target(folder, tokenizer=False)
+    drafter = randomized(eagle3.create(target, taps=(1, 2)))
+    assert "vllm" not in without_a_form(drafter, target)
+    _, tensors = written(drafter, target, tmp_path, folder)
+    assert tensors["embed_tokens.weight"].equal(target.embed.weight)
+    facts = read_facts(folder)
+    assert facts.part("head").equal(target.head.weight)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle2"])

@@ -12,9 +12,10 @@ from helpers import main_of, run_here
 import specdec
 from specdec import registry
 from specdec.drafters.ngram import NGram
+from specdec.lab.output import write_json
 from specdec.lab.sweep.compare_command import contenders_of, engines_in_words, entries_of
 from specdec.lab.sweep.comparison import Comparison, named, way_of
-from specdec.lab.sweep.turns import PARTS, Score, Tally, ratio
+from specdec.lab.sweep.turns import PARTS, UNKNOWN, Score, Tally, ratio
 from specdec.model.names import draft_for
 from specdec.text import read_prompts
 
@@ -157,3 +158,11 @@ def test_table_chart_and_result(target, target_path, drafter_path, tmp_path, mon
     assert [row["name"] for row in rows] == ["eagle3", "lossy"]
     assert float(rows[0]["tau"]) == eagle3["tau"]
     assert (tmp_path / "chart.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_result_is_json_without_nan(tmp_path):
+    write_json(tmp_path / "it.json", {"interval": UNKNOWN, "tau": 1.5})
+    assert json.loads((tmp_path / "it.json").read_text(), parse_constant=pytest.fail) == {
+        "interval": [None] * 2,
+        "tau": 1.5,
+    }

@@ -13,6 +13,7 @@ from specdec.drafters import ngram
 from specdec.engine.engine import Engine
 from specdec.lab import tune as lab
 from specdec.lab.tune import MeasuredRate, Tuned, finalists, measure_rates, predict_all
+from specdec.structs import Sampling
 from specdec.trees import Chain, DynamicTree, StaticTree, Tree
 from specdec.trees.record import answers_to, record
 from specdec.tuning.costs import PLAIN, Kind
@@ -154,6 +155,13 @@ def test_real_runs_say_what_generate_says(pair):
     rows = [Engine(*pair, TREE).generate([p], max_new_tokens=12).rows[0] for p in PROMPTS]
     assert found[2].tau == sum(len(r.tokens) - 1 for r in rows) / sum(r.trace.rounds for r in rows)
     assert found[0].tau == 1
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_real_runs_draw_the_texts_that_predictions_are_for(pair, batch):
+    how = {"max_new_tokens": 8, "sampling": Sampling(2.0), "seed": 3}
+    (found,) = measure_rates(*pair, PROMPTS, [None], batch=batch, repeats=1, **how)
+    assert found.texts == [text.tokens for text in answers_to(pair[0], PROMPTS, **how)]
 
 
 SETTING = "topk 2, steps 2, num_draft_tokens 5"

@@ -15,7 +15,7 @@ from specdec.drafters.formats import load_drafter
 from specdec.training.loop.checkpoint import checkpoints
 from specdec.training.objectives import losses
 from specdec.training.objectives.anchors import draw, draw_visible, slots
-from specdec.training.objectives.block import BlockObjective
+from specdec.training.objectives.block import BlockObjective, Candidates
 from specdec.training.objectives.eagle3 import Eagle3Objective
 from specdec.training.objectives.parallel import ParallelObjective, by_anchor, sample, sampled
 
@@ -46,6 +46,21 @@ def test_anchors_are_drawn_uniformly_and_anew():
         state = torch.get_rng_state()
         assert torch.equal(draw(2, "next", 4, mask, documents)[0], draw(2, "next", 4, mask, documents)[0])
         assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_selector_has_the_same_gradients_in_every_run():
+    """Several threads add to the row of a token that is a candidate of many slots, and the order matters."""
+    torch.manual_seed(0)
+    head, selector = torch.randn(64, 8), torch.randn(2048, 256, requires_grad=True)
+    base, low = torch.randn(48, 4, 8), torch.randn(48, 4, 256)
+    candidates = Candidates(48, 4, 16, "text", "skip", base.device)
+    candidates.ids.random_(0, 20)
+    before, found = torch.get_num_threads(), []
+    torch.set_num_threads(4)
+    for _ in range(60):
+        found += torch.autograd.grad(candidates.losses(base, low, head, selector).sum(), selector)
+    torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found)
 
 
 def test_slots_that_count():

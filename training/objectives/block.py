@@ -186,12 +186,14 @@ class Candidates:
         """Return the cross-entropy [n,W] over the candidates of slots, 0 where it is not known.
 
         base [n,W,H] and low [n,W,R] are what the heads of the backbone [U,H] and of the selector [U,R] read. Some
-        blocks are computed at a time, and again for the gradients.
+        blocks are computed at a time, and again for the gradients. Those of `selector[ids]` would have other last bits
+        in every run: several threads add to a row in any order.
         """
 
         def of(rows: slice) -> Tensor:
             ids, x, y = self.ids[rows], base[rows], low[rows]
-            scores = torch.einsum("nwh,nwkh->nwk", x, head[ids].to(x)) + torch.einsum("nwr,nwkr->nwk", y, selector[ids])
+            wide, narrow = F.embedding(ids, head).to(x), F.embedding(ids, selector)
+            scores = torch.einsum("nwh,nwkh->nwk", x, wide) + torch.einsum("nwr,nwkr->nwk", y, narrow)
             place = self.place[rows]
             lost = F.cross_entropy(scores.flatten(0, 1).float(), place.flatten(), reduction="none", ignore_index=-1)
             return lost.view(place.shape)

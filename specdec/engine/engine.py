@@ -71,6 +71,7 @@ class Engine:
         self.policy: Any = self.round.policy  # a `TreePolicy`; None without a drafter
         self.adaptive, self.round.adapts = adaptive, adaptive is not None
         self.graphs = make_graphs(graphs, self.round, compile, adaptive, abstain)
+        self.round.parts.captured = self.graphs is not None or self.device.type != "cpu"
         late = self.graphs is not None and self.graphs.executor.late
         if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")

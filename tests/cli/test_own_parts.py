@@ -25,6 +25,7 @@ from specdec.contracts import Drafter, DraftState
 from specdec.drafters import eagle3, ngram
 from specdec.drafters.vocab import DraftVocab
 from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.terms import TERMS, term
 from specdec.trees import DynamicTree, StaticTree, Tree
 from specdec.verify import Rule, SampleAndMatch
 
@@ -121,6 +122,19 @@ class Boundless(Table):
 class Twice(Eagle3Objective):
     def __init__(self, steps: int = 2):
         super().__init__(steps=steps)
+
+@term
+def flat(student, teacher):  # one value for all steps
+    value, slope, total = TERMS["ce"](student, teacher)
+    return value[:, :1], slope, total
+
+class Wordy(Eagle3Objective):
+    def __init__(self, terms=None):
+        super().__init__(steps=2, terms=terms)
+
+class Terse(Twice):
+    def extra_terms(self, *given):
+        return 0.0, {"mine": torch.zeros(())}
 
 class Torn(Twice):
     def __call__(self, *given, **named):
@@ -266,6 +280,8 @@ def test_a_run_with_own_parts_leaves_a_drafter_that_needs_them(parts, target_pat
         (["objective=my.py:wide"], "it must make a specdec.training.objectives.base.Objective"),
         (["drafter=my.py:head", "objective=block"], "a first training step failed"),
         (["objective=my.py:Torn"], "error: my.py line"),
+        (["objective=my.py:Terse"], "my.py:Terse: a first training step failed: RuntimeError"),
+        (["objective=my.py:Wordy", "objective.terms={flat: 1}"], "term flat must return (value, slope, total), with a"),
     ],
 )
 def test_a_run_is_refused_before_it_begins(parts, target_path, tmp_path, monkeypatch, words, message):

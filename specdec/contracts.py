@@ -143,6 +143,7 @@ class Drafter(Copyable):
     # only: then CUDA graphs can hold them (docs/graphs.md).
     capturable: bool = False
     cache: KVCache | None = None
+    user: Any = None  # a weak reference to the engine whose texts are in the cache
     keeps_first: bool = False  # that cache holds token 0 of a row too, which `admit` alone brings
     confident: bool = False  # has a confidence head: `confidences`
     abstains: bool = False  # proposes nothing where it knows nothing, and says so in `DraftState.levels`

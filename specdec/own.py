@@ -112,19 +112,38 @@ def _module(path: Path, changed: int) -> Any:
     return module
 
 
+class BlamedError(ValueError):
+    """An error of the user's code, which is its cause."""
+
+
 @contextmanager
 def blamed(text: str, what: str) -> Iterator[None]:
     """Raise ValueError, one sentence, for whatever the user's code raises. what: what was being done with it."""
     try:
         yield
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as raised:
+        error = raised.__cause__ if isinstance(raised, BlamedError) and raised.__cause__ else raised
         reason = " ".join(str(error).split()) or "no reason given"
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        file = Path(split(text)[0].partition(":")[0]).name
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if Path(frame.filename).name == file]
-        where = f" ({file} line {lines[-1]})" if lines else ""
-        raise ValueError(f"{text}: {what} failed: {kind}{reason:.300}{where}") from error
+        where = f" ({place})" if (place := place_of(error)) else ""
+        raise BlamedError(f"{text}: {what} failed: {kind}{reason:.300}{where}") from error
+
+
+def place_of(error: BaseException) -> str:
+    """Return where an error was raised in a user's file, such as `my.py line 3`; empty for no such file."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    mine = [(frame, line) for frame, line in frames if frame.f_globals.get("__name__", "").startswith(MODULE)]
+    return f"{Path(mine[-1][0].f_code.co_filename).name} line {mine[-1][1]}" if mine else ""
+
+
+def name_of(part: object) -> str:
+    """Return the name of a user's own object by its class, such as `my.py:Rule`; empty for None and specdec's own."""
+    module, name = type(part).__module__, type(part).__name__
+    if part is None or module.startswith("specdec."):
+        return ""
+    return (
+        f"{Path(sys.modules[module].__file__ or '').name}:{name}" if module.startswith(MODULE) else f"{module}.{name}"
+    )
 
 
 def make(text: str, part: Callable, base: type[Part], *given: Any, **settings: Any) -> Part:

@@ -41,7 +41,7 @@ from specdec.training.features.signature import data_signature
 from specdec.training.loop.checkpoint import check_same_run, checkpoints
 from specdec.training.loop.evaluate import HELDOUT
 from specdec.training.loop.log import check_loggers
-from specdec.training.loop.parallel import Processes, join_processes
+from specdec.training.loop.parallel import Processes, Sums, join_processes
 from specdec.training.loop.settings import MANY, OnPolicy, TrainerConfig
 from specdec.training.loop.trainer import Trainer
 from specdec.trees import Chain, DynamicTree
@@ -143,9 +143,11 @@ def rehearse(trainer: Trainer, drafter: str, objective: str, decodes: bool) -> N
     mine = [name for name in (drafter, objective) if own.is_own(name) or "." not in name]
     if not mine or trainer.processes.world > 1:  # a backward pass of one process would wait for the others
         return
-    with own.blamed(mine[0], "a first training step"):
-        loss, _ = trainer._loss(trainer.data.collate(trainer.data.epoch(0)[0][:1]))
+    with own.blamed(" and ".join(mine), "a first training step"):
+        batch = trainer.data.collate(trainer.data.epoch(0)[0][:1])
+        loss, metrics = trainer._loss(batch)
         loss.backward()
+        Sums().add(batch.loss_mask, loss, metrics)
         moved = any(p.grad is not None for p in trainer.parameters.values())
         for parameter in trainer.parameters.values():
             parameter.grad = None

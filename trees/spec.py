@@ -19,15 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from specdec import own, registry
-from specdec.children import LIKELIEST
-from specdec.contracts import Children, Drafter, DraftState, TreePolicy
+from specdec.contracts import TreePolicy
 from specdec.schema import check_value, named_arguments, shown, typed
-from specdec.structs import DraftTree
-from specdec.trees.base import WORDS, Tree, ancestors_of, check_chains, check_shape, shape_of
+from specdec.trees.base import WORDS, Tree, check_chains, check_shape, shape_of
 from specdec.trees.dynamic import DynamicTree
 from specdec.trees.static import Chain, SampledTree, StaticTree
 
@@ -112,10 +107,9 @@ def _read_from(source: str, tree: Tree) -> Tree:
 
 
 def checked(text: str, tree: Tree) -> Tree:
-    """Return a tree of the user's own code. Its settings are checked now, and the first tree that it grows, then.
+    """Return a tree. Raises ValueError if a setting or a method of the user's own code is missing or wrong.
 
-    A wrong one would change the text, or end in an error deep in the engine. `text` is the name that the user gave.
-    Trees of specdec are returned as they are. Raises ValueError for a setting or a method that is missing or wrong.
+    `text` is the name that the user gave. What the tree grows is checked by `specdec.engine.own_parts`.
     """
     if type(tree).__module__.startswith("specdec."):
         return tree
@@ -126,38 +120,7 @@ def checked(text: str, tree: Tree) -> Tree:
     for name in ("grow", "smaller", "draft_slots"):
         if getattr(type(tree), name, None) in (None, getattr(Tree, name, None)):
             raise ValueError(f"{text}: the tree has no method {name}, see specdec.contracts.TreePolicy")
-
-    def grow(drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
-        with own.blamed(text, "growing a tree"):
-            grown = type(tree).grow(tree, drafter, root, state, children)
-            check_grown(tree, grown, root)
-        vars(tree).pop("grow", None)  # not reached for a wrong tree, so its next tree is checked too
-        return grown
-
-    vars(tree)["grow"] = grow
     return tree
-
-
-def check_grown(tree: Tree, grown: DraftTree, root: Tensor) -> None:
-    """Raise ValueError if the tensors of a tree contradict each other or the settings of its policy."""
-    b, n = len(root), tree.num_draft_tokens
-    for name, shape in {"tokens": (b, n), "parents": (b, n), "depth": (b, n), "ancestors": (b, n, n)}.items():
-        if tuple(getattr(grown, name).shape) != shape:
-            raise ValueError(f"{name} has the shape {list(getattr(grown, name).shape)}, and must have {list(shape)}")
-    if not torch.equal(grown.tokens[:, 0], root):
-        raise ValueError("node 0 must carry the root token")
-    parents, place = grown.parents, torch.arange(n, device=root.device)
-    if (parents[:, 0] != 0).any() or (parents[:, 1:] >= place[1:]).any() or (parents < 0).any():
-        raise ValueError("a parent must stand before its children, and the root is its own parent")
-    if grown.steps > tree.steps or (grown.depth > grown.steps).any():
-        raise ValueError(f"a node is deeper than steps, which is {tree.steps}")
-    if (grown.depth[:, 0] != 0).any() or (grown.depth[:, 1:] != grown.depth.gather(1, parents)[:, 1:] + 1).any():
-        raise ValueError("the depth of a node must be one more than that of its parent, and that of the root 0")
-    if not torch.equal(grown.ancestors, ancestors_of(parents, n)):
-        raise ValueError("ancestors must be the nodes on the path from the root to each node, itself included")
-    siblings = (parents[:, :, None] == parents[:, None]) & (grown.tokens[:, :, None] == grown.tokens[:, None])
-    if siblings[:, 1:, 1:].triu(1).any():
-        raise ValueError("two children of a node carry the same token")
 
 
 def grid(

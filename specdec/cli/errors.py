@@ -10,7 +10,9 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import NoReturn
 
+from specdec.own import place_of
 from specdec.ranks import GONE, first_to_end, largest, world
 from specdec.threads import Call
 
@@ -124,6 +126,7 @@ def one_sentence_errors(main: Callable) -> Callable:
     """Wrap `main` so that a user's mistake prints one sentence and exits with code 2.
 
     - A ValueError is printed as "error: ...". So are errors of the system: an unreadable file, a full disk, no memory.
+    - So is any error that the user's own code has raised (`specdec.own`).
     - Any other exception is a bug of ours, and keeps its traceback.
     - SIGINT exits with 130, SIGTERM with 143. A closed pipe, as after `| head`, is no error.
     - A closed standard stream acts as an empty one: reads get nothing, writes are lost.
@@ -157,16 +160,22 @@ def one_sentence_errors(main: Callable) -> Callable:
                 fail("error: there is not enough memory for these settings: take smaller ones, or a machine with more")
             if world() > 1 and any(words in str(error) for words in GONE):
                 fail("error: another of the processes has ended, and this one cannot go on without it")
-            _speak()
-            raise
-        except Exception:
-            _speak()
-            raise
+            _unexpected(error)
+        except Exception as error:
+            _unexpected(error)
 
     return wrapped
 
 
-def fail(message: str, code: int = 2) -> None:
+def _unexpected(error: Exception) -> NoReturn:
+    """Report an error in the user's own code in one sentence. Raise any other."""
+    if place := place_of(error):
+        fail(f"error: {place}: {type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}")
+    _speak()
+    raise error
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
     """Print a message and exit, with code 2 for a user's mistake. Of several processes only the first one prints."""
     _speak()
     if first_to_end():

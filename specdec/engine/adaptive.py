@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specdec.schema import shown
+
 
 @dataclass
 class Draft:
@@ -44,6 +46,19 @@ class Outcome:
     draft: Draft | None = None  # as it was verified; None if the policy did not look at it
     path: np.ndarray | None = None  # [B,P] accepted nodes of that draft, root first; padded with 0
     others: Sequence[int] = ()  # accepted in further rows, for which fewer levels counted
+
+
+def flaw_of(selected: np.ndarray, draft: Draft) -> str:
+    """Return why these nodes [B,n] are not what `Policy.keep` must return; empty if they are."""
+    if not isinstance(selected, np.ndarray) or selected.dtype.kind not in "iu" or selected.ndim != 2:
+        return f"they must be an array [B,n] of whole numbers, got {shown(selected)}"
+    rows, count = len(draft.edges), selected.shape[1]
+    if len(selected) != rows or count < 1 or (selected[:, 0] != 0).any():
+        return f"each of the {rows} rows must begin with the root, which is 0"
+    if (np.diff(selected, axis=1) <= 0).any() or selected.max() >= draft.nodes:
+        return f"nodes must ascend, and the last of a tree is {draft.nodes - 1}"
+    parents = np.take_along_axis(draft.parents, selected, 1)
+    return "" if (parents[..., None] == selected[:, None]).any(-1).all() else "the parent of each node must be kept too"
 
 
 class Policy:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from weakref import ref
 
 import torch
 
@@ -12,6 +13,8 @@ from specdec.engine.report import Reads
 from specdec.model.language_model import LanguageModel
 from specdec.schema import check, ranged, shown
 from specdec.structs import Verifier
+
+COPY = "give each engine its own, such as copy.deepcopy(drafter)"
 
 
 @dataclass
@@ -64,6 +67,19 @@ def check_autocast(target: LanguageModel) -> None:
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != target.dtype:
         names = (str(dtype).removeprefix("torch.") for dtype in (torch.get_autocast_dtype(kind), target.dtype))
         raise ValueError("torch.autocast to {} is on, and the target decodes in {}: decode outside it".format(*names))
+
+
+def take(drafter: Drafter, engine: Any) -> None:
+    """Let an engine use a drafter. Raises ValueError while another engine is in the middle of a generate with it."""
+    if (other := drafter.user and drafter.user()) not in (None, engine) and other.generating:
+        raise ValueError(f"this drafter is in the middle of another engine's generate: {COPY}")
+    drafter.user = ref(engine)
+
+
+def check_user(drafter: Drafter | None, engine: Any) -> None:
+    """Raise ValueError if another engine has taken the drafter."""
+    if drafter is not None and drafter.user() is not engine:
+        raise ValueError(f"another engine has taken this drafter since the sequences were added: {COPY}")
 
 
 def checked(target: LanguageModel, drafter: Drafter, policy: TreePolicy, verifier: Verifier) -> TreePolicy:

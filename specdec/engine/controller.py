@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specdec import own
 from specdec.contracts import Drafter, DraftState
-from specdec.engine.adaptive import Draft, Outcome, Policy
+from specdec.engine.adaptive import Draft, Outcome, Policy, flaw_of
 from specdec.engine.report import Plan, Positions, RoundReport
 from specdec.engine.sequence import Sequence
+from specdec.schema import shown
 from specdec.structs import DraftTree, Survivors
 
 NEVER = -30.0  # replaces the log-probability of a token of probability 0, as policies need finite numbers
@@ -48,8 +50,8 @@ class Controller:
         """
         live = [i for i, sequence in enumerate(sequences) if sequence.finish is None]
         levels, others = self.policy.plan(len(live)), []
-        if not 0 <= levels <= self.most:
-            raise ValueError(f"the policy {self.policy.name} plans {levels} levels: the tree has {self.most}")
+        if not hasattr(levels, "__index__") or not 0 <= levels <= self.most:
+            raise ValueError(f"the policy {self.policy.name} plans {shown(levels)} levels: the tree has {self.most}")
         if any(sequences[i].steps is not None for i in live):
             limits = {i: sequences[i].steps for i in live}
             asked = {i: levels if most is None else min(most, levels) for i, most in limits.items()}
@@ -67,6 +69,8 @@ class Controller:
             return tree
         draft = self._draft(tree, state)
         selected = self.policy.keep(draft)
+        if selected is not None and own.name_of(self.policy) and (wrong := flaw_of(selected, draft)):
+            raise ValueError(f"the policy {self.policy.name} keeps nodes that are no tree: {wrong}")
         if selected is not None and selected.shape[1] == 1:
             return None
         self.plan.draft = draft if selected is None else part_of(draft, selected)
@@ -103,7 +107,8 @@ class Controller:
         sure = None
         if tree.topk is None and self.drafter.confident and tree.tokens.shape[1] == tree.steps + 1:
             sure = self.drafter.confidences(state, tree.tokens[:, 1:]).float().cpu().numpy()
-        host = [x.cpu().numpy() for x in (edges.float(), parents, tree.depth, tree.ancestors)]
+        # Copies: a policy may write to them.
+        host = [x.cpu().numpy().copy() for x in (edges.float(), parents, tree.depth, tree.ancestors)]
         live = np.zeros(len(parents), dtype=bool)
         live[self.plan.rows] = True
         return Draft(self.plan.levels, host[0], host[1], host[2], host[3], live, drawn, sure)

@@ -10,7 +10,7 @@ import torch
 from specdec.contracts import Drafter, TreePolicy
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
-from specdec.engine.compatibility import check_autocast, check_parts, check_settings
+from specdec.engine.compatibility import check_autocast, check_parts, check_settings, check_user, take
 from specdec.engine.executor import Executor
 from specdec.engine.graphs import make_graphs, widths_up_to
 from specdec.engine.loop import Loop
@@ -71,6 +71,7 @@ class Engine:
         self.policy: Any = self.round.policy  # a `TreePolicy`; None without a drafter
         self.adaptive, self.round.adapts = adaptive, adaptive is not None
         self.graphs = make_graphs(graphs, self.round, compile, adaptive, abstain)
+        self.round.parts.captured = self.graphs is not None or self.device.type != "cpu"
         late = self.graphs is not None and self.graphs.executor.late
         if overlap is False and late:
             raise ValueError("rounds that are replayed are read late: overlap=False needs graphs=False")
@@ -177,6 +178,7 @@ class Engine:
 
     def _step(self) -> RoundReport | None:  # `generate` is in inference mode already: to enter it takes microseconds
         loop, batch = self.loop, self.loop.batch
+        check_user(self.drafter, self)
         batch.clock.fold()
         if self.waiting and batch.free() and not (self.chunk_read and batch.going()):
             return loop.drain() or self._admit()
@@ -266,6 +268,8 @@ class Engine:
         """widths: numbers of rows that rounds are captured for, if they are. continuous: sequences join and leave."""
         check_autocast(self.target)
         self._clear()  # before memory is taken
+        if self.drafter is not None:
+            take(self.drafter, self)
         levels = 1 if self.adaptive is None else 1 + self.policy.steps
         prefixes = 0 if self.prefixes is None else max(self.prefixes.budget - self.prefixes.bytes, 1)  # 0: no cache
         request = replace(request, prefixes=prefixes, captures=len(widths) * levels)

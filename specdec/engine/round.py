@@ -16,6 +16,7 @@ from specdec.children import children_of, kind_for
 from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.engine.compatibility import checked
 from specdec.engine.controller import ABSORBED, Controller
+from specdec.engine.own_parts import Parts, check_drafter
 from specdec.engine.prefill import ChunkedPrefill
 from specdec.engine.report import Clock, Emission, Positions, RoundReport, SilentClock
 from specdec.engine.sequence import Masks
@@ -81,11 +82,13 @@ class Round:
         if (drafter is None) != (policy is None):
             raise ValueError("a drafter needs a tree policy, and a tree policy a drafter")
         if drafter is not None:
+            check_drafter(drafter)
             check_taps(drafter.taps, target.config.layers)
             policy = checked(target, drafter, cast(TreePolicy, policy), verifier)
             children = kind_for(verifier, policy, children)
         self.target, self.drafter, self.verifier = target, drafter, verifier
         self.policy: Any = policy  # a `TreePolicy`; None without a drafter
+        self.parts = Parts(drafter, policy, verifier)
         self.children = children or "likeliest"
         self.path = policy.steps + 1 if policy else 1  # P, the most tokens that a round emits
         self.nodes = policy.num_draft_tokens if policy else 1  # N
@@ -164,7 +167,7 @@ class Round:
             return root[:, 0], None, requested
         following = tokens.roll(-1, 1).scatter(1, lens[:, None] - 1, root)
         admit = self.drafter.admit if controller is None else controller.admit
-        return root[:, 0], admit(row, tokens[:, 0], feats, following, lens), requested
+        return root[:, 0], self.parts.state(admit, row, tokens[:, 0], feats, following, lens), requested
 
     def play(
         self,
@@ -197,7 +200,7 @@ class Round:
                 noise = settings.noise.after(cache.lens, policy.steps + 1)
             children = children_of(self.children, settings.sampling, noise, self.drafter.trust)
             before: Any = state
-            tree = policy.grow(self.drafter, root, before, children)
+            tree = self.parts.grow(policy, root, before, children, levels=levels)
             if controller is not None:
                 tree = controller.cut(tree, before)
             clock.mark("draft")
@@ -216,7 +219,7 @@ class Round:
             report.parents, report.path = tree.parents, report.verdict.path
         if self.drafter is None:
             return root, None, report
-        state = self.drafter.extend(feats, emission.tokens, n, cache.max_len)
+        state = self.parts.state(self.drafter.extend, feats, emission.tokens, n, cache.max_len)
         clock.mark("draft")
         return root, state, report
 
@@ -233,7 +236,7 @@ class Round:
         own, feats = self.target(tree.tokens, cache, depth=tree.depth, ancestors=tree.ancestors, taps=self.taps)
         experts = self.target.chosen_experts()
         logits = settings.shaped(own, tree)
-        verdict = self.verifier(tree, logits, settings.sampling, noise)
+        verdict = self.parts.verdict(tree, logits, settings.sampling, noise)
         if levels is not None:  # where to stop does not depend on the target's answer: the distribution stays its own
             verdict.n = torch.minimum(verdict.n, levels + 1)
             if not self.verifier.couples:  # a row without levels emits the token of a plain round

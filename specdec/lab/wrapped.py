@@ -1,6 +1,7 @@
 """A drafter that passes everything on to another one."""
 
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -24,6 +25,15 @@ class WrappedDrafter(Drafter):
         """Delegate to `drafter`."""
         super().__init__()
         self.drafter = drafter
+
+    @property
+    def user(self) -> Any:
+        """The engine that uses the held drafter."""
+        return self.drafter.user
+
+    @user.setter
+    def user(self, engine: Any) -> None:
+        self.drafter.user = engine
 
     @override
     def expand(self, first: DraftState, tokens: Tensor, hidden: Tensor, level: int, ancestors: Tensor) -> DraftState:

@@ -30,11 +30,15 @@ else:
 
 
 class Copyable(nn.Module):
-    """A module whose copies, and pickles, have neither its cache nor functions that are bound to its weights."""
+    """A module whose copies, and pickles, have no cache, no user and no functions that are bound to its weights."""
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("frozen", "adds", "parts", "cache")}
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("frozen", "adds", "parts", "cache", "user")
+        }
 
 
 class Freezable(Copyable):

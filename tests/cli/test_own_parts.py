@@ -21,8 +21,11 @@ PARTS = """
 from dataclasses import dataclass
 from functools import partial
 import torch
+from specdec.contracts import Drafter, DraftState
 from specdec.drafters import eagle3, ngram
+from specdec.drafters.vocab import DraftVocab
 from specdec.training.objectives.eagle3 import Eagle3Objective
+from specdec.training.objectives.terms import TERMS, term
 from specdec.trees import DynamicTree, StaticTree, Tree
 from specdec.verify import Rule, SampleAndMatch
 
@@ -41,6 +44,14 @@ class Flat(Small):
         tree.depth = tree.depth * 0
         return tree
 
+class Later(Small):
+    def grow(self, *given, **how):
+        tree = super().grow(*given, **how)
+        if vars(self).setdefault("grown", []):  # the first tree is right
+            tree.tokens[:, 2] = tree.tokens[:, 1]
+        self.grown.append(tree)
+        return tree
+
 class Bare(Tree):
     topk = steps = num_draft_tokens = 1
 
@@ -49,9 +60,88 @@ class Lenient(SampleAndMatch):
     lossless = False
     share: float = 0.5
 
+class Greedy(SampleAndMatch):
+    def __call__(self, *given):
+        verdict = super().__call__(*given)
+        verdict.n = verdict.n + 50
+        return verdict
+
+class Astray(SampleAndMatch):
+    def __call__(self, tree, *given):
+        verdict = super().__call__(tree, *given)
+        verdict.path = torch.arange(verdict.path.shape[1]).expand_as(verdict.path)
+        verdict.n = verdict.n * 0 + verdict.path.shape[1]
+        return verdict
+
+class Mute(Rule):
+    pass
+
+class Table(Drafter):
+    # Drafts the number after the last token.
+    def __init__(self, target, vocab=None):
+        super().__init__()
+        self.vocab = vocab or DraftVocab(target.vocab)
+        self.places = torch.arange(target.vocab)
+
+    def state(self, tokens, size=0):
+        near = -(self.places - tokens[..., None] - 1).abs().float()
+        return DraftState(near, near[..., size:])
+
+    def extend(self, feats, tokens, n, max_len):
+        return self.state(tokens.gather(1, (n[:, None] - 1).clamp(min=0)))
+
+    def step(self, tokens, hidden, level, ancestors):
+        return self.state(tokens)
+
+class Scribbler(Table):
+    def extend(self, feats, tokens, *given):
+        return super().extend(feats, tokens.fill_(3), *given)
+
+class Narrow(Table):
+    def extend(self, feats, tokens, *given):
+        return self.state(tokens[:, :1], size=5)
+
+class Wide(Table):
+    def extend(self, feats, tokens, *given):
+        return self.state(tokens)
+
+class Nowhere(Table):
+    def extend(self, *given):
+        return None
+
+class Stepless(Table):
+    step = Drafter.step
+
+class Blank(Table):
+    def step(self, tokens, *given):
+        return DraftState(*[self.state(tokens).hidden * float("nan")] * 2)
+
+class Boundless(Table):
+    taps = 3
+
 class Twice(Eagle3Objective):
     def __init__(self, steps: int = 2):
         super().__init__(steps=steps)
+
+@term
+def flat(student, teacher):  # one value for all steps
+    value, slope, total = TERMS["ce"](student, teacher)
+    return value[:, :1], slope, total
+
+class Wordy(Eagle3Objective):
+    def __init__(self, terms=None):
+        super().__init__(steps=2, terms=terms)
+
+class Terse(Twice):
+    def extra_terms(self, *given):
+        return 0.0, {"mine": torch.zeros(())}
+
+class Torn(Twice):
+    def __call__(self, *given, **named):
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 1:  # the first one is the rehearsal
+            raise KeyError("mine")
+        return super().__call__(*given, **named)
 
 number = 3
 no_vocab = lambda target: 3
@@ -136,6 +226,36 @@ def test_a_tree_that_contradicts_itself_is_refused_before_it_changes_the_text(pa
             specdec.generate(target, [[1, 2]], tiny_drafter(target), tree=tree)
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"tree": "Later"}, "my.py:Later: growing a tree failed: two children of a node carry the same token"),
+        ({"verifier": "Greedy"}, r"my.py:Greedy: verifying failed: n must be from 1 to 3, got \[5"),
+        ({"verifier": "Astray"}, "my.py:Astray: verifying failed: path must lead from the root"),
+        ({"verifier": "Mute"}, "my.py:Mute: verifying failed: it must return a specdec.structs.Verdict, got null"),
+        ({"drafter": "Narrow"}, "my.py:Narrow: drafting failed: the state has logits of 12 tokens, and vocab has 17"),
+        ({"drafter": "Wide"}, r"my.py:Wide: drafting failed: hidden of the state has the shape \[1, 2, 17\]"),
+        ({"drafter": "Nowhere"}, "my.py:Nowhere: drafting failed: extend and admit must return .*, got null"),
+        ({"drafter": "Stepless"}, "my.py:Stepless: the drafter has no method step"),
+        ({"drafter": "Blank"}, "my.py:Blank: growing a tree failed: the logits .* of drafted tokens are nan"),
+        ({"drafter": "Boundless"}, r"my.py:Boundless: taps must be whole numbers, such as \(1, 2, 3\), got 3"),
+    ],
+)
+def test_what_would_change_the_text_is_refused(parts, part, message):
+    target = tiny_target()
+    given = {"tree": "2/2/5", "verifier": "match", "drafter": "ngram"}
+    given |= {name: f"{parts}/my.py:{mine}" for name, mine in part.items()}
+    with pytest.raises(ValueError, match=message):
+        specdec.generate(target, [[1, 2]], load_drafter(given.pop("drafter"), target), **given, max_new_tokens=20)
+
+
+def test_a_drafter_that_writes_to_its_tokens_leaves_the_text(parts):
+    target, prompts = tiny_target(), [[3, 5, 7], [1, 2]]
+    plain = specdec.generate(target, prompts, max_new_tokens=20)
+    out = specdec.generate(target, prompts, load_drafter(f"{parts}/my.py:Scribbler", target), max_new_tokens=20)
+    assert [r.tokens for r in out.rows] == [r.tokens for r in plain.rows]
+
+
 def test_a_run_with_own_parts_leaves_a_drafter_that_needs_them(parts, target_path, tmp_path):
     words = train_words(target_path, parts, tmp_path / "run")
     words += [f'drafter="{parts}/my.py:head"', "drafter.init=random", f'objective="{parts}/my.py:Twice"']
@@ -159,6 +279,9 @@ def test_a_run_with_own_parts_leaves_a_drafter_that_needs_them(parts, target_pat
         (["drafter=my.py:undecodable"], "decoding with it failed: RuntimeError: no step"),
         (["objective=my.py:wide"], "it must make a specdec.training.objectives.base.Objective"),
         (["drafter=my.py:head", "objective=block"], "a first training step failed"),
+        (["objective=my.py:Torn"], "error: my.py line"),
+        (["objective=my.py:Terse"], "my.py:Terse: a first training step failed: RuntimeError"),
+        (["objective=my.py:Wordy", "objective.terms={flat: 1}"], "term flat must return (value, slope, total), with a"),
     ],
 )
 def test_a_run_is_refused_before_it_begins(parts, target_path, tmp_path, monkeypatch, words, message):

@@ -326,14 +326,53 @@ def test_a_plain_round_asks_no_drafter_for_proposals(target, monkeypatch):
     engine.generate([[3, 5, 7]], max_new_tokens=4, observer=lambda report: None)
 
 
+@pytest.mark.parametrize(
+    ("kept", "message"),
+    [
+        ([[1, 2]], "each of the 1 rows must begin with the root"),
+        ([[0, 2, 1]], "nodes must ascend, and the last of a tree is 3"),
+        ([[0, 4]], "nodes must ascend, and the last of a tree is 3"),
+        ([[0, 2]], "the parent of each node must be kept too"),
+        ([[0.0, 1.0]], r"they must be an array \[B,n\] of whole numbers"),
+    ],
+)
+def test_nodes_that_are_no_tree_are_refused(target, kept, message):
+    class Cut(Fixed):
+        def looks(self):
+            return True
+
+        def keep(self, draft):
+            return np.array(kept)
+
+    engine = Engine(target, tiny_drafter(target), Chain(3), adaptive=Cut(3))
+    with pytest.raises(ValueError, match=f"keeps nodes that are no tree: {message}"):
+        engine.generate([[3, 5, 7]], max_new_tokens=4)
+
+
+def test_a_policy_may_write_to_its_draft(target):
+    class Writer(Fixed):
+        def looks(self):
+            return True
+
+        def keep(self, draft):
+            for x in (draft.parents, draft.depth, draft.ancestors):
+                x[:] = 0
+
+    plain = Engine(target).generate([[3, 5, 7]], max_new_tokens=20)
+    made = Engine(target, tiny_drafter(target), DynamicTree(2, 3, 6), adaptive=Writer(3))
+    assert made.generate([[3, 5, 7]], max_new_tokens=20).rows[0].tokens == plain.rows[0].tokens
+
+
 def test_what_does_not_go_together(target):
     with pytest.raises(ValueError, match="without a drafter"):
         Engine(target, adaptive=Restless(3))
     with pytest.raises(ValueError, match="without a drafter"):
         specdec.generate(target, "Hi", adaptive="ema")
-    for levels in (-1, 4):
+    for levels in (-1, 4, 2.0, None):
         engine = Engine(target, tiny_drafter(target), Chain(3), adaptive=Fixed(levels))
-        with pytest.raises(ValueError, match=f"fixed plans {levels} levels: the tree has 3"):
+        with pytest.raises(
+            ValueError, match=f"fixed plans {'null' if levels is None else levels} levels: the tree has 3"
+        ):
             engine.generate([[3, 5, 7]])
     for how in ({"compile": True}, {"graphs": Tape()}):
         with pytest.raises(ValueError, match="without graphs and compiling"):

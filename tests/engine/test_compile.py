@@ -10,12 +10,14 @@ from policies import Depths
 from tape import Interpreted, Tape
 from test_graphs import SHORT, parts
 from test_overlap import SAMPLED
+from torch import Tensor
 
 from specdec import Engine, Sampling
 from specdec.cli.commands import parse
 from specdec.drafters import ngram
 from specdec.engine import graphs
 from specdec.engine.compiled import build
+from specdec.engine.compiled.graph import record
 from specdec.engine.compiled.rounds import compiled_run
 from specdec.model.target import Target
 from specdec.ops import linear as cpu_linear
@@ -29,6 +31,13 @@ except ValueError:
     COMPILER = None
 HOW = {"prompts": [[3, 5, 7]], "max_new_tokens": 20, "eos": frozenset()}
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+@pytest.mark.parametrize("read", [Tensor.tolist, Tensor.numpy, Tensor.item, bool], ids=lambda read: read.__name__)
+def test_a_round_that_reads_values_on_the_host_is_not_compiled(read):
+    """Such as one of a user's tree. The graph would repeat in every round what the host has read in the first."""
+    with pytest.raises(ValueError, match="a compiled round cannot read values of tensors on the host"):
+        record(lambda bound: read(torch.ones(1) + bound), 8)
 
 
 @needs_compiler

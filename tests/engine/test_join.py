@@ -4,6 +4,7 @@ Long prompts are read in parts, and prompts that share a prefix with an earlier 
 """
 
 import gc
+from copy import deepcopy
 
 import pytest
 import torch
@@ -200,6 +201,26 @@ def test_an_error_in_a_round_drops_all_sequences(monkeypatch):
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert engine.step() is None
+
+
+def test_a_drafter_has_one_engine_at_a_time():
+    """Two engines would write to one cache."""
+    target, drafter = tiny_target(), tiny_drafter(tiny_target())
+    first, second = (Engine(target, drafter, tree) for tree in (TREE, Chain(2)))
+    texts = [engine.generate(PROMPTS, max_new_tokens=9) for engine in (first, second, first)]
+    assert len({str([row.tokens for row in text.rows]) for text in texts}) == 1
+    with pytest.raises(ValueError, match="this drafter is in the middle of another engine's generate"):
+        first.generate(PROMPTS, max_new_tokens=9, observer=lambda report: second.generate([[1]]))
+    first.reserve(2, 30)
+    first.add(PROMPTS[0])
+    first.step()
+    second.generate([[1]], max_new_tokens=2)
+    with pytest.raises(ValueError, match="another engine has taken this drafter since the sequences were added"):
+        first.step()
+    first.reserve(2, 30)
+    copy = Engine(target, deepcopy(drafter), TREE)
+    assert copy.generate(PROMPTS, max_new_tokens=9).rows[0].tokens == texts[0].rows[0].tokens
+    assert first.step() is None
 
 
 def test_sequences_of_an_earlier_reserve_can_be_aborted():

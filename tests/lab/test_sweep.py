@@ -19,7 +19,8 @@ from specdec.engine.trace_files import read_trace
 from specdec.lab.sweep import store, sweep
 from specdec.lab.sweep.benchmarks import Benchmark
 from specdec.lab.sweep.points import LAB, NOT_CODE, Draft, code_version, signature
-from specdec.lab.sweep.store import RESULTS, TIMINGS, collect, groups, write_results
+from specdec.lab.sweep.report import write_report
+from specdec.lab.sweep.store import RESULTS, TIMINGS, collect, groups, tree_name, write_results
 from specdec.lab.sweep.sweep_command import share_of
 from specdec.lab.traces.metrics import METRICS
 from specdec.structs import Sampling
@@ -135,6 +136,35 @@ def test_nothing_is_measured_twice_and_points_of_other_code_are_left_out(whole, 
     assert (whole / TIMINGS).read_bytes() == before
     monkeypatch.setattr(store, "code_version", lambda: "other")
     assert collect(whole) == ([], {}, 9)
+
+
+def test_trees_by_name_by_file_and_of_own_code(target, tmp_path):
+    """They are known by what they hold, and own ones by their code."""
+    mine, file = tmp_path / "my.py", tmp_path / "tree.yaml"
+    file.write_text("paths: [[0], [1], [0, 0]]")
+    code = """
+from specdec.trees import DynamicTree, StaticTree
+class Mine(DynamicTree):
+    def __init__(self):
+        super().__init__(2, 2, 4)
+def small():
+    return StaticTree([[0]])
+"""
+    mine.write_text(code)
+    trees = [f"{mine}:Mine", f"{mine}:small", str(file), "paths 0 1 0.0", "chain", "1/5/6", "2/2/4"]
+    found = tiny_sweep(target, tmp_path / "sweep", max_new_tokens=4, probe=0)
+    points = found.points([Draft.read("ngram")], trees, True, None)
+    found.run(points)
+    results, timings, _ = write_results(tmp_path / "sweep")
+    names = [tree_name(r) for r in results[1:]]
+    assert sorted(names) == sorted(["chain 5", "2/2/4", f"{mine}:small", f"{mine}:Mine", str(file)])
+    assert all(r["identical"] == r["rows"] for r in results)
+    assert write_report(tmp_path / "sweep", results, timings, "command").is_file()
+    mine.write_text(code + "# changed")
+    later = found.points([Draft.read("ngram")], trees, True, None)
+    assert [a.tree for a, b in zip(later, points, strict=True) if a.key != b.key] == [f"{mine}:Mine"]
+    with pytest.raises(ValueError, match="there is no tree 'ring'"):
+        found.points([Draft.read("ngram")], ["ring"], False, None)
 
 
 def test_points_of_one_name_are_distinguished(target, tmp_path):

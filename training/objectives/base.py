@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +11,10 @@ from torch import Tensor
 
 from specdec.cli.limits import MOST
 from specdec.contracts import Drafter, DraftState
-from specdec.schema import check_fields, choice, ranged
+from specdec.schema import check_fields, choice, ranged, shown
 from specdec.training.objectives.losses import head_loss, pieces
 from specdec.training.objectives.teacher import Student, Teacher, TeacherLogits, TopTeacher, read_choice, read_teacher
-from specdec.training.objectives.terms import Term, Value, Weight, read_terms
+from specdec.training.objectives.terms import Value, Weight, read_terms
 
 
 def documents_of(drafter: Drafter, tokens: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ class Objective:
         return self.steps + 1
 
     @property
-    def present(self) -> list[tuple[float, Term]]:
+    def present(self) -> list[tuple[float, "partial[Value]"]]:
         """Those of the part of the run that has come."""
         return self.parts[self.part_at(self.progress)]
 
@@ -114,7 +115,11 @@ class Objective:
         slope: Any = None
         total: Any = 0.0
         for weight, term in self.present:
-            one, its_slope, its_total = term(student, teacher)
+            made, shape = term(student, teacher), student.best.shape
+            if not isinstance(made, tuple) or len(made) != 3 or made[0].shape != shape:
+                name, wanted = term.func.__name__, f"(value, slope, total), with a value of shape {list(shape)}"
+                raise ValueError(f"the term {name} must return {wanted}, got {shown(made)}")
+            one, its_slope, its_total = made
             value, total = value + weight * one, total + weight * its_total
             its_slope = its_slope if weight == 1 else its_slope * weight
             slope = its_slope if slope is None else slope + its_slope

@@ -154,9 +154,9 @@ def _token(student: Student, ids: Tensor, known: Tensor) -> Value:
     return (student.log_mass - at_ids) * known, slope[:, None], -known
 
 
-def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, Term]]:
+def read_terms(terms: Mapping[str, Weight]) -> list[tuple[float, "partial[Value]"]]:
     """{name: weight} or {name: {weight: w, setting: value}} -> [(weight, term)]; ValueError for what is unknown."""
-    chosen: list[tuple[float, Term]] = []
+    chosen: list[tuple[float, partial[Value]]] = []
     for name, value in terms.items():
         if name not in TERMS:
             raise ValueError(f"objective.terms has no {name!r}; there are {', '.join(TERMS)}")

@@ -10,10 +10,11 @@ import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
@@ -49,6 +50,20 @@ class Record:
         return [call.op for call in self.calls]
 
 
+def refuse_host_read() -> NoReturn:
+    """Raise ValueError: what the host reads, and all that follows from it, would be the same in every later round."""
+    raise ValueError("a compiled round cannot read values of tensors on the host: decode without compiling")
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses the reads that are no operators."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__):
+            refuse_host_read()
+        return func(*args, **(kwargs or {}))
+
+
 class _Recorder(TorchDispatchMode):
     def __init__(self, calls: list[Call], instead: Mapping[str, Callable]):
         super().__init__()
@@ -60,6 +75,8 @@ class _Recorder(TorchDispatchMode):
                 out = function(*args, **(kwargs or {}))
             if out is not NotImplemented:
                 return out
+        if op in (aten._local_scalar_dense.default, aten.equal.default):
+            refuse_host_read()
         out = op(*args, **(kwargs or {}))
         self.calls.append(Call(op, args, kwargs or {}, out))
         return out
@@ -71,7 +88,7 @@ def record(run: Callable[[int], Any], bound: int, instead: Mapping[str, Callable
     instead: by the name of an operator, the function that is run and recorded in its place (`native.SEEN`).
     """
     noted = Record(bound)
-    with _Recorder(noted.calls, instead):
+    with _HostReads(), _Recorder(noted.calls, instead):
         noted.made = run(bound)
     return noted
 

@@ -28,7 +28,13 @@ def _chosen(points: Results) -> list[tuple[dict, dict]]:
 
 
 def heat_maps(points: Results) -> Figure | None:
-    """Tau by steps and num_draft_tokens: a row for each drafter, a panel for each topk, one scale of colour."""
+    """Tau by steps and num_draft_tokens: a row for each drafter, a panel for each topk, one scale of colour.
+
+    Trees that are more than these numbers have no place there.
+    """
+    points = [r for r in points if "shape" not in r["settings"]["tree"]]
+    if not points:
+        return None
     by = by_drafter(points)
     trees = [r["settings"]["tree"] for r in points]
     topks = sorted({t["topk"] for t in trees})

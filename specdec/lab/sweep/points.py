@@ -16,7 +16,8 @@ from specdec.lab.models import read_entry, short_name
 from specdec.model.language_model import LanguageModel
 from specdec.model.names import SMALL_FILES, bundled, resolve
 from specdec.model.weight_files import weight_files
-from specdec.trees.base import shape_in
+from specdec.trees.base import WORDS, shape_in
+from specdec.trees.spec import parse_tree
 
 # The code that a point depends on: these packages without what only asks or shows, and of the lab what measures.
 CODE = ("specdec", "specdec/drafters", "specdec/trees")
@@ -76,13 +77,18 @@ class SweepPoint:
         self.key = hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
-def tree_settings(tree: str) -> dict[str, int | bool | None]:
-    """A tree among the settings of a point, on which keys depend. A chain has no num_draft_tokens there."""
-    shape = shape_in(tree, "(?:block )?")
-    if shape is None:
-        raise ValueError(f"{tree!r} is no tree of topk/steps/num_draft_tokens")
+def tree_settings(tree: str) -> dict[str, int | bool | str | None]:
+    """A tree among the settings of a point, on which keys depend. A chain has no num_draft_tokens there.
+
+    A tree that is more than these numbers has a `shape`: its paths, or a digest of the user's own code.
+    """
+    if (shape := shape_in(tree, "(?:block )?")) is None:
+        made = parse_tree(tree)
+        text = f"{own.name_of(made)} {own.digest(made)}" if own.name_of(made) else made.text
+        numbers = {name: getattr(made, name) for name in WORDS}
+        return tree_settings(text) if shape_in(text, "(?:block )?") else numbers | {"shape": text}
     topk, steps, nodes = shape
-    kind = {"block": True} if tree.startswith("block") else {}
+    kind: dict[str, int | bool | str | None] = {"block": True} if tree.startswith("block") else {}
     return {"topk": topk, "steps": steps, "num_draft_tokens": None if topk == 1 else nodes} | kind
 
 

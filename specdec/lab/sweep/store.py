@@ -155,8 +155,13 @@ def counts_of(results: list[dict]) -> dict[str, int]:
 
 
 def tree_name(r: dict) -> str:
-    """Return a tree's name: 'chain STEPS', or 'TOPK/STEPS/NUM_DRAFT_TOKENS', after 'block ' for a block drafter."""
+    """Return a tree's name: 'chain STEPS', or 'TOPK/STEPS/NUM_DRAFT_TOKENS', after 'block ' for a block drafter.
+
+    Other trees have the name that the command gave.
+    """
     tree = r["settings"]["tree"]
+    if "shape" in tree:
+        return r["names"]["tree"]
     if tree["topk"] == 1:
         return f"chain {tree['steps']}"
     return f"{'block ' if tree.get('block') else ''}{tree['topk']}/{tree['steps']}/{tree['num_draft_tokens'] or '-'}"

@@ -85,6 +85,7 @@ class Sweep:
                 described = tree_settings(tree) | {"sampled": self.sample_draft, "verifier": str(self.verifier)}
                 settings = mine | {"tree": described, "probe": self.probe}
                 called = names | ({"draft": f"{draft.name}, over the block"} if "block" in described else {})
+                called |= {"tree": tree} if "shape" in described else {}
                 found.append(SweepPoint("decode", draft, tree, settings, called | {"lossless": self.verifier.lossless}))
             if best_tree is not None:
                 found.append(SweepPoint("best_tree", draft, None, mine | {"best_tree": best_tree}, names))
@@ -127,9 +128,8 @@ class Sweep:
             return Engine(self.target, drafter, Chain(1))
         described = point.settings["tree"]
         numbers = described["topk"], described["steps"], described["num_draft_tokens"]
-        tree = (
-            parse_tree(str(point.tree)) if "block" in described else make_tree(*numbers, sample_draft=self.sample_draft)
-        )
+        whole = {"block", "shape"} & set(described)
+        tree = parse_tree(str(point.tree)) if whole else make_tree(*numbers, sample_draft=self.sample_draft)
         return Engine(self.target, drafter, tree, self.verifier)
 
     def _decode(self, token: int) -> str:

@@ -76,7 +76,7 @@ class FixedTree(Tree):
 
     @override
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
-        self._move(root.device)
+        self.move(root.device)
         b, vocab = len(root), drafter.vocab
         drawn = []  # what children of each level's nodes were drawn from
         tokens, scores = [root[:, None]], [self.of_root.expand(b, 1)]
@@ -121,13 +121,6 @@ class FixedTree(Tree):
         b, n = tokens.shape
         shape = self.parents.expand(b, n), self.depth.expand(b, n), self.visible.expand(b, n, n)
         return DraftTree(tokens, *shape, self.steps, logq, q, self.topk if self.samples else None)
-
-    def _move(self, device: torch.device) -> None:
-        """Bring the shape to the device of the first root, once: a copy from the host would be a synchronisation."""
-        if self.parents.device != device:
-            moved = {name: getattr(self, name).to(device) for name in ("parents", "depth", "visible", "of_root")}
-            levels = [Level(*(part.to(device) for part in level)) for level in self.levels]
-            vars(self).update(moved, levels=levels)
 
 
 @dataclass(frozen=True)
@@ -193,7 +186,7 @@ class Chain(FixedTree):
 
     @override
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
-        self._move(root.device)
+        self.move(root.device)
         tokens, logq = drafter.chain(state, self.steps, children)
         logq = torch.cat([self.of_root.expand(len(root), 1), logq], 1)
         return self._tree(torch.cat([root[:, None], tokens], 1), logq)

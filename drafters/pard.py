@@ -23,7 +23,6 @@ from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_config
 from specdec.model.archs.base import rope_fields
 from specdec.model.attention import CacheView, NoCache
-from specdec.model.cache import KVCache
 from specdec.model.language_model import LanguageModel
 from specdec.model.layers import Linear
 from specdec.model.names import resolve
@@ -122,10 +121,6 @@ class Pard(ParallelDrafter):
         for index, (block, _) in enumerate(layers):
             x, normed = block(x, normed, rope, view.layer(index))
         return normed.view_as(rows)
-
-    @override
-    def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
-        return CacheView(cache, count, None, self.model.groups, prefill=prefill)
 
     def admit(self, row: int, first: Tensor, feats: Features, tokens: Tensor, n: Tensor) -> DraftState:
         """Token 0 goes in with the others."""

@@ -257,25 +257,21 @@ def _checked(paths: Sequence[Sequence[int]]) -> list[RankPath]:
 
 
 def _levels(paths: list[RankPath], counts: Sequence[int]) -> list[Level]:
-    inner, steps = {path[:-1] for path in paths}, len(counts)
-    by_depth: list[list[RankPath]] = [
-        [()],
-        *([path for path in paths if len(path) == depth] for depth in range(1, steps + 1)),
-    ]
-    expanded = [[path for path in level if path in inner] for level in by_depth[:-1]]
-    width = max((len(level) for level in expanded[1:]), default=1)
-    expanded = [expanded[0], *(level + level[:1] * (width - len(level)) for level in expanded[1:]), [()] * width]
+    inner = {path[:-1] for path in paths}
+    by_depth = [[path for path in [(), *paths] if len(path) == depth] for depth in range(len(counts) + 1)]
+    expanded = [[path for path in level if path in inner] for level in by_depth]  # of the last level nothing
+    width = max(map(len, expanded[1:]))
+    expanded[1:] = [level + level[:1] * (width - len(level)) for level in expanded[1:]]
     levels = []
-    for depth in range(1, steps + 1):
+    for depth, count in enumerate(counts, 1):
         above = {path: place for place, path in reversed(list(enumerate(expanded[depth - 1])))}
         places, here = {path: place for place, path in enumerate(by_depth[depth])}, expanded[depth]
-        last = depth == steps  # of which nothing is expanded
         levels.append(
             Level(
-                nodes=torch.tensor([above[path[:-1]] * counts[depth - 1] + path[-1] for path in by_depth[depth]]),
-                inner=torch.tensor([0 if last else places[path] for path in here]),
-                parents=torch.tensor([0 if last else above[path[:-1]] for path in here]),
-                ancestors=torch.zeros(1, width, 0).bool() if last else _ancestors(expanded[1 : depth + 1]),
+                nodes=torch.tensor([above[path[:-1]] * count + path[-1] for path in by_depth[depth]]),
+                inner=torch.tensor([places[path] for path in here]),
+                parents=torch.tensor([above[path[:-1]] for path in here]),
+                ancestors=_ancestors(expanded[1 : depth + 1]),
             )
         )
     return levels
@@ -287,6 +283,6 @@ def _ancestors(expanded: list[list[RankPath]]) -> Tensor:
     Each node of level l descends from one node of every level, and is its own ancestor even if it repeats another node.
     """
     *above, here = expanded
-    places = [[level.index(path[: depth + 1]) for depth, level in enumerate(above)] for path in here]
-    own = torch.arange(len(here))
-    return (torch.cat([torch.tensor(places).view(len(here), -1), own[:, None]], 1)[..., None] == own).flatten(1)[None]
+    places = [[*(level.index(path[:depth]) for depth, level in enumerate(above, 1)), w] for w, path in enumerate(here)]
+    places_of = torch.tensor(places, dtype=torch.int64).view(len(here), len(expanded))
+    return (places_of[..., None] == torch.arange(len(here))).flatten(1)[None]

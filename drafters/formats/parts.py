@@ -109,6 +109,13 @@ def read_shape(config: dict, name: str) -> DraftShape:
         raise ValueError(f"{name}: a field of config.json has a value that cannot be: {error}") from None
 
 
+def number(config: dict, name: str, where: str) -> int:
+    """Return a whole number of a config. Raises ValueError if it states none."""
+    if not isinstance(config.get(name), int):
+        raise ValueError(f"{where}: config.json lacks the number {name}")
+    return config[name]
+
+
 def shape_fields(shape: DraftShape) -> dict:
     """The config fields that `read_shape` reads back."""
     return {

@@ -67,11 +67,8 @@ class MoE(nn.Module):
         """Return the mixture [...,H] for x [...,H]."""
         rows = x.flatten(0, -2)
         weights, chosen = self.route(rows)
-        out = (
-            self._few(rows, weights, chosen)
-            if chosen.numel() <= self.experts.count
-            else self._all(rows, weights, chosen)
-        )
+        mix = self._few if chosen.numel() <= self.experts.count else self._all
+        out = mix(rows, weights, chosen)
         if self.shared is not None:
             shared = self.shared(rows)
             out = out + (shared if self.shared_gate is None else self.shared_gate(rows).sigmoid() * shared)

@@ -45,10 +45,6 @@ class ParallelDrafter(CachedDrafter):
     def run(self, rows: Tensor, positions: Tensor, view: CacheView | NoCache) -> Tensor:
         """What the head reads of rows [B,n,E] at positions [B,n], which attend by `view` -> [B,n,H]."""
 
-    @abstractmethod
-    def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
-        """How `count` new causal positions see a cache."""
-
     # Decoding
 
     def absorb(
@@ -64,7 +60,8 @@ class ParallelDrafter(CachedDrafter):
         masked = self.masked(feats, last[:, None])
         rows = F.pad(self.real(feats, tokens), (0, 0, 0, more))
         rows = torch.where((places < n[:, None])[..., None], rows, masked)
-        hidden = self.run(rows, cache.lens[:, None] + places, self.view(cache, count + more, prefill))
+        view = CacheView(cache, count + more, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
+        hidden = self.run(rows, cache.lens[:, None] + places, view)
         slots = last[:, None] + cache.places[: self.block]
         hidden = hidden.gather(1, slots[..., None].expand(-1, -1, hidden.shape[-1]))
         cache.advance(n, max_len)

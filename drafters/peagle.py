@@ -10,7 +10,6 @@ from specdec.drafters.layers import DraftLayer, DraftShape, SharedHead, mask_row
 from specdec.drafters.parallel import ParallelDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.attention import Attention, CacheView, NoCache
-from specdec.model.cache import KVCache
 from specdec.model.layers import ModuleList
 from specdec.model.target import check_taps
 
@@ -76,10 +75,6 @@ class PEagle(ParallelDrafter, Eagle3):
         for index, layer in enumerate(self.upper, 1):
             hidden = layer(hidden, rope, view.layer(index))
         return self.norm(hidden)
-
-    @override
-    def view(self, cache: KVCache, count: int, prefill: bool) -> CacheView:
-        return CacheView(cache, count, None, self.shape.heads // self.shape.kv_heads, prefill=prefill)
 
 
 def create(

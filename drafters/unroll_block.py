@@ -18,32 +18,12 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from specdec.contracts import Features
-from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import ConditionalHead
 from specdec.drafters.layers import SumHead
 from specdec.model.attention import NoCache, document_mask, document_positions
 from specdec.model.layers import LinearMap, unfreeze
 
 PIECE = 64  # anchors at once
-
-
-@dataclass
-class BlockContext:
-    """A text as the context of its blocks."""
-
-    keys: list[tuple[Tensor, Tensor]]  # keys and values [B,T,K,Dh] of each layer
-    documents: Tensor  # [B,T]
-    positions: Tensor  # [B,T]
-
-    def seen(self, anchors: Tensor, how: BlockForward, sliding: bool) -> Tensor:
-        """[B,A,rows,T] bool: which rows the slots of the blocks after rows anchors [B,A] see."""
-        rows = torch.arange(self.documents.shape[1], device=anchors.device)
-        same = self.documents.gather(1, anchors)[..., None] == self.documents[:, None]
-        seen = (same & (rows <= anchors[..., None]))[:, :, None]
-        if not sliding or how.span is None:
-            return seen.expand(-1, -1, how.rows, -1)
-        ends = self.positions.gather(1, anchors)[..., None] + 1 + how.depths().to(anchors.device)  # [B,A,rows]
-        return seen & (self.positions[:, None, None] > ends[..., None] - how.span)
 
 
 class BlockAttend:
@@ -116,7 +96,7 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.fc.weight)
     rope, fused = drafter.rope(positions), drafter.fuse(feats)
     keys = [layer.attention.context(fused, rope) for layer in drafter.layers]
-    piece = partial(_block_piece, drafter, BlockContext(keys, documents, positions), tokens)
+    piece = partial(_block_piece, drafter, keys, documents, positions, tokens)
     if drafter.recompute:
         piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     visible = torch.ones_like(anchors) if visible is None else visible
@@ -124,19 +104,30 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     return torch.cat([piece(*part) for part in parts], 1)
 
 
-def _block_piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor, visible: Tensor) -> Tensor:
-    how, a = drafter.switches, anchors.shape[1]
-    rows = torch.arange(how.rows, device=anchors.device)
+def _block_piece(
+    drafter, keys: list, documents: Tensor, positions: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor
+) -> Tensor:
+    """`slots_behind` for some of the anchors. keys: keys and values [B,T,K,Dh] of the texts in each layer."""
+    how, rows = drafter.switches, torch.arange(drafter.switches.rows, device=anchors.device)
     texts = tokens.gather(1, (anchors[..., None] + rows).clamp(max=tokens.shape[1] - 1).flatten(1))
     ids = torch.where(rows < visible[..., None], texts.view(*anchors.shape, -1), how.mask_token)
-    places = context.positions.gather(1, anchors)[..., None] + torch.arange(1, 1 + how.rows, device=anchors.device)
     hidden = F.embedding(ids.flatten(1), drafter.embedding).to(drafter.fc.weight)  # the target's may be narrower
-    rope = drafter.rope(places.flatten(1))
-    seen = {sliding: context.seen(anchors, how, sliding) for sliding in set(drafter.sliding)}
-    own = {sliding: how.seen(sliding).to(anchors.device) for sliding in seen}
-    for layer, text_keys, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):
-        hidden = layer(hidden, rope, BlockAttend(text_keys, seen[sliding], own[sliding]))
-    return drafter.norm(hidden).unflatten(1, (a, how.rows))[:, :, how.unused :]
+    first = positions.gather(1, anchors)[..., None] + 1
+    rope = drafter.rope((first + rows).flatten(1))
+    seen = _text_before(documents, anchors)[:, :, None].expand(-1, -1, how.rows, -1)
+    views = {False: (seen, drafter.seen), True: (seen, drafter.seen_sliding)}
+    if any(how.sliding):
+        near = positions[:, None, None] > (first + drafter.depths)[..., None] - how.span
+        views[True] = seen & near, drafter.seen_sliding
+    for layer, text_keys, sliding in zip(drafter.layers, keys, drafter.sliding, strict=True):
+        hidden = layer(hidden, rope, BlockAttend(text_keys, *views[sliding]))
+    return drafter.norm(hidden).unflatten(1, (-1, how.rows))[:, :, how.unused :]
+
+
+def _text_before(documents: Tensor, anchors: Tensor) -> Tensor:
+    """[B,A,T] bool: the rows of each text up to its rows `anchors` [B,A], of their documents; none for an anchor -1."""
+    same = documents.gather(1, anchors.clamp(min=0))[..., None] == documents[:, None]
+    return same & (torch.arange(documents.shape[1], device=anchors.device) <= anchors[..., None])
 
 
 class TextView(NoCache):
@@ -198,11 +189,8 @@ def _chain_piece(
     drafter, text_keys: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
 ) -> Tensor:
     """Return the output [B,A,length,H] of chains of mask rows `masked` [B,A,E] after `anchors` [B,A]."""
-    here, rows = anchors.clamp(min=0), torch.arange(documents.shape[1], device=anchors.device)
-    same = documents.gather(1, here)[..., None] == documents[:, None]
-    seen = same & (rows <= anchors[..., None])
-    ends = torch.where(anchors < 0, -1, positions.gather(1, here))  # with nothing before it a chain begins the text
+    ends = torch.where(anchors < 0, -1, positions.gather(1, anchors.clamp(min=0)))  # -1: nothing is before the chain
     places = ends[..., None] + 1 + torch.arange(length, device=anchors.device)
     rows = masked[:, :, None].expand(-1, -1, length, -1).flatten(1, 2)
-    out = drafter.run(rows, places.flatten(1), ChainView(text_keys, seen, length))
+    out = drafter.run(rows, places.flatten(1), ChainView(text_keys, _text_before(documents, anchors), length))
     return out.unflatten(1, (-1, length))

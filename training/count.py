@@ -11,12 +11,13 @@ map is a list of token ids, the most frequent first: .json, or .pt as FR-Spec an
 import argparse
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from specdec.api import DEMO_TARGET
-from specdec.cli.files import write_whole
+from specdec.cli.files import write_text, write_whole
 from specdec.cli.reading import open_text, pieces_of
 from specdec.model.loader import load_texts
 from specdec.training.data import Tally, count_tokens, read_records, read_samples
@@ -50,14 +51,10 @@ def most_frequent(counts: torch.Tensor, size: int, always: frozenset[int]) -> li
 
 def write(ids: list[int], path: Path) -> None:
     """Write a token map, as .pt or else as JSON."""
-
-    def fill(staging: Path) -> None:
-        if path.suffix == ".pt":
-            save_state(ids, staging)
-        else:
-            staging.write_text(json.dumps(ids) + "\n")
-
-    write_whole(path, fill)
+    if path.suffix == ".pt":
+        write_whole(path, partial(save_state, ids))
+    else:
+        write_text(path, json.dumps(ids) + "\n")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -110,11 +110,6 @@ class Dialogue:
         return whole[len(before) :] if tokens and whole.startswith(before) else self.last.text
 
 
-def cut_off(row: dict) -> int:
-    """Return the number of answers in a row that were cut off."""
-    return sum(message.get("finish_reason") == "length" for message in row.get("messages", [row]))
-
-
 def records_of(name: str, split: str | None) -> Iterator[Record]:
     """The records of a source as the command line names it. Each line of a .txt file is a record."""
     if name.endswith(".txt"):
@@ -232,7 +227,8 @@ def regenerate(
             rows = rows[max(begun - start, 0) : shards.last - start]
             shards.write(rows)
             bar.update(len(rows))
-            tally.count(CUT, sum(map(cut_off, rows)))
+            said = (message for row in rows for message in row.get("messages", [row]))
+            tally.count(CUT, sum(message.get("finish_reason") == "length" for message in said))
         tally.report()
         return [shards.path(shard) for shard in range(shards.first, shards.end)]
 

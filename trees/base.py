@@ -5,11 +5,11 @@ A subclass is a frozen dataclass whose fields are its settings. It has the attri
 """
 
 import re
-from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from specdec.contracts import Children, Drafter, DraftState
 from specdec.recording import Accepted, Recording
@@ -21,22 +21,17 @@ MOST_STEPS, MOST_TOPK, MOST_NODES = 256, 1024, 4096
 MOST_CANDIDATES = 1 << 20  # nodes that a dynamic tree chooses from
 
 
-class Size:
-    """The size of a tree. Some trees have these numbers as settings, others derive them."""
+class Tree:
+    """Hold the shape of a draft tree, in SGLang's terms.
+
+    `steps` levels are drafted, a node has at most `topk` children, and the target verifies `num_draft_tokens` nodes,
+    including the root. Some trees have these numbers as settings, others derive them.
+    """
 
     topk: int
     steps: int
     num_draft_tokens: int
-
-
-@dataclass(frozen=True)
-class Tree(Size):
-    """Hold the shape of a draft tree, in SGLang's terms.
-
-    `steps` levels are drafted, a node has at most `topk` children, and the target verifies `num_draft_tokens` nodes,
-    including the root.
-    """
-
+    device = torch.device("cpu")  # of the tensors that it holds
     samples = False
     marginals = False
     fixed = False  # a static tree: every round has the same shape, and costs depend on it
@@ -78,6 +73,11 @@ class Tree(Size):
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
         """Draft the tree below the roots [B] with a drafter in this state."""
         raise NotImplementedError
+
+    def move(self, device: torch.device) -> None:
+        """Bring its tensors to the device of the first root, once: a copy from the host would be a synchronisation."""
+        if self.device != device:
+            vars(self).update(tree_map_only(Tensor, lambda x: x.to(device), vars(self)), device=device)
 
     def replay(self, recording: Recording) -> Accepted:
         """Return what this tree would have accepted at every root of a recording.

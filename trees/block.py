@@ -83,7 +83,7 @@ class BlockTree(_Paths):
 
     @override
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
-        self._move(root.device)
+        self.move(root.device)
         gains, ids = children.best(state.first(self.steps), drafter.vocab, slice(0, self.steps), self.topk)
         pool = self.best_paths(gains, drafter.vocab.to_target(ids))
         return select(root, pool, self.num_draft_tokens, self.steps)
@@ -123,10 +123,6 @@ class BlockTree(_Paths):
         levels = [slice(start, start + size) for start, size in zip(self.starts, self.sizes, strict=True)]
         hit = follow(pool, levels, recording.following, among)
         return Accepted((hit >= 0).sum(1) * drafts, torch.where(drafts, n, 1), self.steps * drafts)
-
-    def _move(self, device: torch.device) -> None:
-        if self.pairs[0].device != device:
-            vars(self)["pairs"] = [pairs.to(device) for pairs in self.pairs]
 
 
 def most_nodes(topk: int, steps: int, enough: float = math.inf) -> int:

@@ -105,7 +105,7 @@ class DynamicTree(_Beginning):
     def expand(self, drafter: Drafter, state: DraftState, children: Children = LIKELIEST) -> Pool:
         """Draft all candidates after the state's position (W = 1)."""
         w, b = self.topk, len(state.hidden)
-        self._move(state.hidden.device)
+        self.move(state.hidden.device)
         first, state = state, drafter.root(state)
         scores, draft_ids = children.best(state, drafter.vocab, 0, w)  # [B,1,W]
         scores, tokens = scores[:, 0], drafter.vocab.to_target(draft_ids[:, 0])
@@ -150,12 +150,6 @@ class DynamicTree(_Beginning):
             there = (hit >= 0) & (hit < count)
             found.append(torch.where(there, rank.gather(1, torch.where(there, hit, 0)), NOWHERE))
         return torch.stack(found, 1)
-
-    def _move(self, device: torch.device) -> None:
-        """Bring what every tree begins with to the device of the first state, once."""
-        if self.no_parents.device != device:
-            names = "no_parents", "first_places", "itself"
-            vars(self).update({name: getattr(self, name).to(device) for name in names})
 
 
 def select(root: Tensor, pool: Pool, nodes: int, steps: int) -> DraftTree:

@@ -76,7 +76,7 @@ class FixedTree(Tree):
 
     @override
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
-        self._move(root.device)
+        self.move(root.device)
         b, vocab = len(root), drafter.vocab
         drawn = []  # what children of each level's nodes were drawn from
         tokens, scores = [root[:, None]], [self.of_root.expand(b, 1)]
@@ -121,13 +121,6 @@ class FixedTree(Tree):
         b, n = tokens.shape
         shape = self.parents.expand(b, n), self.depth.expand(b, n), self.visible.expand(b, n, n)
         return DraftTree(tokens, *shape, self.steps, logq, q, self.topk if self.samples else None)
-
-    def _move(self, device: torch.device) -> None:
-        """Bring the shape to the device of the first root, once: a copy from the host would be a synchronisation."""
-        if self.parents.device != device:
-            moved = {name: getattr(self, name).to(device) for name in ("parents", "depth", "visible", "of_root")}
-            levels = [Level(*(part.to(device) for part in level)) for level in self.levels]
-            vars(self).update(moved, levels=levels)
 
 
 @dataclass(frozen=True)
@@ -193,7 +186,7 @@ class Chain(FixedTree):
 
     @override
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children = LIKELIEST) -> DraftTree:
-        self._move(root.device)
+        self.move(root.device)
         tokens, logq = drafter.chain(state, self.steps, children)
         logq = torch.cat([self.of_root.expand(len(root), 1), logq], 1)
         return self._tree(torch.cat([root[:, None], tokens], 1), logq)
@@ -264,25 +257,21 @@ def _checked(paths: Sequence[Sequence[int]]) -> list[RankPath]:
 
 
 def _levels(paths: list[RankPath], counts: Sequence[int]) -> list[Level]:
-    inner, steps = {path[:-1] for path in paths}, len(counts)
-    by_depth: list[list[RankPath]] = [
-        [()],
-        *([path for path in paths if len(path) == depth] for depth in range(1, steps + 1)),
-    ]
-    expanded = [[path for path in level if path in inner] for level in by_depth[:-1]]
-    width = max((len(level) for level in expanded[1:]), default=1)
-    expanded = [expanded[0], *(level + level[:1] * (width - len(level)) for level in expanded[1:]), [()] * width]
+    inner = {path[:-1] for path in paths}
+    by_depth = [[path for path in [(), *paths] if len(path) == depth] for depth in range(len(counts) + 1)]
+    expanded = [[path for path in level if path in inner] for level in by_depth]  # of the last level nothing
+    width = max(map(len, expanded[1:]))
+    expanded[1:] = [level + level[:1] * (width - len(level)) for level in expanded[1:]]
     levels = []
-    for depth in range(1, steps + 1):
+    for depth, count in enumerate(counts, 1):
         above = {path: place for place, path in reversed(list(enumerate(expanded[depth - 1])))}
         places, here = {path: place for place, path in enumerate(by_depth[depth])}, expanded[depth]
-        last = depth == steps  # of which nothing is expanded
         levels.append(
             Level(
-                nodes=torch.tensor([above[path[:-1]] * counts[depth - 1] + path[-1] for path in by_depth[depth]]),
-                inner=torch.tensor([0 if last else places[path] for path in here]),
-                parents=torch.tensor([0 if last else above[path[:-1]] for path in here]),
-                ancestors=torch.zeros(1, width, 0).bool() if last else _ancestors(expanded[1 : depth + 1]),
+                nodes=torch.tensor([above[path[:-1]] * count + path[-1] for path in by_depth[depth]]),
+                inner=torch.tensor([places[path] for path in here]),
+                parents=torch.tensor([above[path[:-1]] for path in here]),
+                ancestors=_ancestors(expanded[1 : depth + 1]),
             )
         )
     return levels
@@ -294,6 +283,6 @@ def _ancestors(expanded: list[list[RankPath]]) -> Tensor:
     Each node of level l descends from one node of every level, and is its own ancestor even if it repeats another node.
     """
     *above, here = expanded
-    places = [[level.index(path[: depth + 1]) for depth, level in enumerate(above)] for path in here]
-    own = torch.arange(len(here))
-    return (torch.cat([torch.tensor(places).view(len(here), -1), own[:, None]], 1)[..., None] == own).flatten(1)[None]
+    places = [[*(level.index(path[:depth]) for depth, level in enumerate(above, 1)), w] for w, path in enumerate(here)]
+    places_of = torch.tensor(places, dtype=torch.int64).view(len(here), len(expanded))
+    return (places_of[..., None] == torch.arange(len(here))).flatten(1)[None]

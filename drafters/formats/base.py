@@ -167,7 +167,8 @@ class Family:
         """
         # First, as faults may follow from a target of another size.
         check_target(self.sizes(meaning), (target.config.hidden, target.vocab), name)
-        check_faults(self.faults(meaning, tensors), name)
+        if faults := self.faults(meaning, tensors):
+            raise ValueError(f"{name}: {faults[0]}")
         self.check(meaning, tensors, target, name)
         check_shapes(name, tensors, self.expected(meaning, tensors))
         taps, vocab = self.taps(meaning, target.config.layers), self.vocab(meaning, tensors, target, name)
@@ -261,12 +262,6 @@ def ids_faults(meaning, tensors: Tensors) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
-
-
-def check_faults(faults: list[str], name: str) -> None:
-    """Raise ValueError, with the checkpoint's name, for the first of these."""
-    if faults:
-        raise ValueError(f"{name}: {faults[0]}")
 
 
 def check_target(trained_for: Sizes, target: Sizes, name: str) -> None:

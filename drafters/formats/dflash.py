@@ -21,7 +21,7 @@ from specdec.drafters.conditional import HEADS, Confidence, head_of
 from specdec.drafters.dflash import BlockDrafter
 from specdec.drafters.formats.base import Family, Meaning, Reading, Tensors
 from specdec.drafters.formats.maps import describe_vocab, map_fault, read_vocab
-from specdec.drafters.formats.parts import describe_shape, layer_parameters, read_shape, shape_faults
+from specdec.drafters.formats.parts import describe_shape, layer_parameters, number, read_shape, shape_faults
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -80,9 +80,7 @@ def meaning_of(
         supported = "DFlash, DFlash2, DSpark, Domino and JetSpec"
         raise ValueError(f"{name}: DFlare and DFly drafters are not supported; supported are {supported}")
     shape = read_shape(layer, name)
-    for key in ("block_size", "mask_token_id"):
-        if not isinstance(config.get(key), int):
-            raise ValueError(f"{name}: config.json lacks the number {key}")
+    rows, mask = (number(config, key, name) for key in ("block_size", "mask_token_id"))
     windows = {}
     if "sliding_attention" in (kinds := layer.get("layer_types") or []):
         sliding = tuple(kind == "sliding_attention" for kind in kinds)
@@ -92,7 +90,7 @@ def meaning_of(
         if (taps_of := config.get("conv_kernel_size", 2)) != 2:
             raise ValueError(f"{name}: conv_kernel_size is {taps_of}, but a slot sees 1 slot before it: supported is 2")
         switches = switches | {"convolution": config.get("conv_group_size", 16)}
-    forward = BlockForward(config["block_size"], config["mask_token_id"], **switches, **windows)
+    forward = BlockForward(rows, mask, **switches, **windows)
     vocab, sure = layer["vocab_size"], tensors.get("confidence_head.proj.weight")
     if "d2t" not in tensors:
         tensors = {key: tensor for key, tensor in tensors.items() if key not in COPIES}

@@ -26,12 +26,12 @@ from specdec.drafters.formats.parts import (
     dtype_name,
     held,
     layer_parameters,
+    number,
     read_shape,
     renamed,
-    shape_fields,
 )
 from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
-from specdec.drafters.layers import DraftShape
+from specdec.drafters.layers import DraftShape, shape_fields
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 
@@ -127,13 +127,11 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[EagleMeaning, Tensors]:
     """Read a checkpoint of the EAGLE authors, whose `fc` has a bias unless the config states otherwise."""
-    return _meaning(config, config.get("vocab_size"), bool(config.get("bias", True)), tensors, name), tensors
+    return _meaning(config, bool(config.get("bias", True)), tensors, name), tensors
 
 
-def _meaning(config: dict, vocab: object, fc_bias: bool, tensors: Tensors, name: str) -> EagleMeaning:
-    if not isinstance(vocab, int):
-        raise ValueError(f"{name}: config.json lacks the field 'vocab_size'")
-    own = bool(config.get("own_embedding", False))
+def _meaning(config: dict, fc_bias: bool, tensors: Tensors, name: str) -> EagleMeaning:
+    vocab, own = number(config, "vocab_size", name), bool(config.get("own_embedding", False))
     if own and EMBEDDING not in tensors:
         raise ValueError(f"{name}: the config sets own_embedding, but the file lacks {EMBEDDING}")
     qkv_bias = "layers.0.self_attn.q_proj.bias" in tensors
@@ -175,7 +173,7 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[EagleMe
         raise ValueError(f"{name}: layernorms is set, a variant of EAGLE with three more norms, which is not supported")
     layer = nested_config(config, name)
     tensors = renamed(renamed(tensors, "fusion_fc.", "fc."), "transformer.", "layers.0.")
-    return _meaning(layer, layer["vocab_size"], bool(config.get("fusion_bias", False)), tensors, name), tensors
+    return _meaning(layer, bool(config.get("fusion_bias", False)), tensors, name), tensors
 
 
 def write_speculators(meaning: EagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:

@@ -19,7 +19,8 @@ from specdec.drafters.eagle3 import Eagle3Forward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import PROJECTIONS, Eagle3Meaning, ascending
 from specdec.drafters.formats.maps import NO_HEAD, with_membership
-from specdec.drafters.formats.parts import dtype_name, read_shape, renamed, shape_fields
+from specdec.drafters.formats.parts import dtype_name, number, read_shape, renamed
+from specdec.drafters.layers import shape_fields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 PREFIX = "eagle_module."
@@ -59,13 +60,11 @@ def meaning_of(
         if stated in config and bool(config[stated]) != (needed in tensors):
             there = "holds" if needed in tensors else "lacks"
             raise ValueError(f"{name}: the config sets {stated} to {config[stated]}, but the file {there} {needed}")
-    width = config.get("target_hidden_size") or shape.hidden
-    if not isinstance(config.get("vocab_size"), int):
-        raise ValueError(f"{name}: config.json lacks the field 'vocab_size'")
-    rows = next((len(tensors[key]) for key in ("d2t", "lm_head.weight") if key in tensors), config["vocab_size"])
+    width, vocab = config.get("target_hidden_size") or shape.hidden, number(config, "vocab_size", name)
+    rows = next((len(tensors[key]) for key in ("d2t", "lm_head.weight") if key in tensors), vocab)
     return Eagle3Meaning(
         shape=shape,
-        vocab=config["vocab_size"],
+        vocab=vocab,
         draft_vocab=config.get("draft_vocab_size") or rows,
         taps=taps,
         tap_width=width,

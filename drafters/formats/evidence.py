@@ -11,6 +11,7 @@ from math import comb, inf
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from specdec.acceptance import round_starts
 from specdec.contracts import Drafter, DraftState
@@ -77,9 +78,7 @@ def batches(target, answers: list[Answer]) -> list[Batch]:
 
 
 def _batch(target, answers: list[Answer]) -> Batch:
-    width = len(answers[-1].tokens)
-    # Padding repeats the last token: nothing looks at it, but it must not be NaN.
-    tokens = torch.stack([torch.cat([a.tokens, a.tokens[-1:].expand(width - len(a.tokens))]) for a in answers])
+    tokens = pad_sequence([a.tokens for a in answers], batch_first=True)  # nothing looks at the padding
     _, feats = target(tokens[:, :-1], None, taps=tuple(range(target.config.layers + 1)), logits=False)
     columns = [torch.arange(a.prompt - 1, len(a.tokens) - 2) for a in answers]
     counts, device = [len(c) for c in columns], tokens.device

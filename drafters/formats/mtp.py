@@ -17,10 +17,10 @@ from specdec.drafters.formats.parts import (
     dtype_name,
     held,
     layer_parameters,
+    number,
     read_shape,
-    shape_fields,
 )
-from specdec.drafters.layers import DraftShape
+from specdec.drafters.layers import DraftShape, shape_fields
 from specdec.drafters.mtp import Experts, Mtp, MtpForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
@@ -129,11 +129,9 @@ def read(config: dict, tensors: Tensors, name: str) -> tuple[MtpMeaning, Tensors
         how = MtpForward(**stated)
     except TypeError as error:
         raise ValueError(f"{name}: config.json's mtp field does not fit: {error}") from None
-    if not isinstance(config.get("vocab_size"), int):
-        raise ValueError(f"{name}: config.json lacks the field 'vocab_size'")
     how = dataclasses.replace(how, qkv_bias=f"{PREFIX}.0.self_attn.q_proj.bias" in tensors)
     heads = len({key.split(".")[2] for key in tensors if key.startswith(PREFIX)})
-    return MtpMeaning(read_shape(config, name), config["vocab_size"], heads, how), tensors
+    return MtpMeaning(read_shape(config, name), number(config, "vocab_size", name), heads, how), tensors
 
 
 def write(meaning: MtpMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:

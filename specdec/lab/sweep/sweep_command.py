@@ -56,16 +56,11 @@ def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
 def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, int]:
     """Measure the points; returns how many were measured, reused and skipped. Those skipped are named."""
     counts = {"measured": 0, "reused": 0, "skipped": 0}
-    with tqdm(total=len(points), desc="points", disable=quiet) as bar:
-
-        def progress(point: SweepPoint, what: str) -> None:
-            if what.startswith("skipped"):
-                name = point.draft.name if point.draft else "plain"
-                tqdm.write(f"{name} {point.tree} {what}", file=sys.stderr)
-            counts[what.split(":")[0]] += 1
-            bar.update()
-
-        sweep.run(points, progress)
+    for point, what in tqdm(sweep.run(points), desc="points", total=len(points), disable=quiet):
+        if what.startswith("skipped"):
+            name = point.draft.name if point.draft else "plain"
+            tqdm.write(f"{name} {point.tree} {what}", file=sys.stderr)
+        counts[what.split(":")[0]] += 1
     return counts
 
 

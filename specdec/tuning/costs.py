@@ -154,9 +154,6 @@ def measure(runs: Sequence[Callable[[], list[Point]]], repeats: int, shown: str 
     return [min(same, key=lambda p: p.seconds) for same in kinds], disturbed
 
 
-# The cache
-
-
 def identity(target, drafter, **what) -> dict:
     """Return all that measured times depend on: machine, versions, source, shapes of the pair, and `what`."""
     shapes = [

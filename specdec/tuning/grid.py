@@ -95,9 +95,6 @@ def measure_grid(
     return Costs(points)
 
 
-# Predictions
-
-
 @dataclass(frozen=True)
 class Prediction:
     """Expected result of decoding with one tree."""

@@ -163,9 +163,6 @@ def _mean(values: list[float]) -> float:
     return _share(sum(values), len(values))
 
 
-# Intervals and summaries
-
-
 def by_category(rows: Rows) -> dict[str, list[TracedRow]]:
     """The rows of each category, in order of appearance; those without one are left out."""
     names = dict.fromkeys(row.category for row in rows if row.category is not None)

@@ -29,15 +29,13 @@ LINK = re.compile(r"\]\(([^)#:\s]+)(?=[)#])")
 
 def commands() -> str:
     """Return the help text of every command, in Markdown."""
-    return "".join(f"\n## specdec {name}\n\n```\n{help_of(name)}\n```\n" for name in COMMANDS)
-
-
-def help_of(name: str) -> str:
-    """Return the `--help` text of a command."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main([*name.split(), "--help"])
-    return out.getvalue().strip()
+    parts = []
+    for name in COMMANDS:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            main([*name.split(), "--help"])
+        parts.append(f"\n## specdec {name}\n\n```\n{out.getvalue().strip()}\n```\n")
+    return "".join(parts)
 
 
 def configuration() -> str:

@@ -54,13 +54,10 @@ def install(packages: list[str], folder: Path, python: str) -> None:
     other = ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     other += [f"--platform={libc}_{platform.machine()}" for libc in GLIBC]
     for package in packages:
-        _run([*pip, *(other if package.startswith("pydantic") else ["--no-deps"]), package])
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"pip failed: {(done.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
+        how = other if package.startswith("pydantic") else ["--no-deps"]
+        done = subprocess.run([*pip, *how, package], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ValueError(f"pip failed: {(done.stderr.strip().splitlines() or ['it says nothing'])[-1]}")
 
 
 @one_sentence_errors

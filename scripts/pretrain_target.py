@@ -13,7 +13,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import checkout  # noqa: F401
@@ -166,14 +166,10 @@ def split(path: Path) -> tuple[list[list[Message]], list[list[Message]]]:
     conversations = [c for c in read_conversations(path) if c]
     random.Random(SEED).shuffle(conversations)
     sides: tuple[list, list] = [], []
-    for c in conversations:
-        sides[held_out(c)].append(c)
+    for c in conversations:  # one first prompt in a hundred is held out, the same ones in any data
+        digest = hashlib.sha256(c[0]["content"].encode()).hexdigest()
+        sides[int(digest, 16) % 100 == 0].append(c)
     return sides
-
-
-def held_out(conversation: Sequence[Message]) -> bool:
-    """Hold one first prompt in a hundred out, the same ones in any data."""
-    return int(hashlib.sha256(conversation[0]["content"].encode()).hexdigest(), 16) % 100 == 0
 
 
 def prompts_of(conversations: list[list[Message]], count: int) -> list[str]:

@@ -73,10 +73,8 @@ class DraftState:
 
     def slot(self, level: int, width: int) -> "DraftState":
         """Return the state of `width` equal nodes of tree level `level` (0: the root), for a state that is a block."""
-        at = slice(level, level + 1)
-        return DraftState(
-            self.hidden[:, at].expand(-1, width, -1), self.readout[:, at].expand(-1, width, -1), self.head
-        )
+        hidden, readout = (x[:, level, None].expand(-1, width, -1) for x in (self.hidden, self.readout))
+        return DraftState(hidden, readout, self.head)
 
 
 class Vocabulary(Protocol):

@@ -29,6 +29,7 @@ from specdec.trees import DynamicTree
 from specdec.tuning.timing import busy, in_turns
 
 TIMED_CODE = ("specdec", "specdec/drafters", "specdec/trees")  # folders of what is timed, and of what times it
+Fit = Callable[..., Any]  # of a round's kind and context: the seconds of a part of it
 
 
 class Kind(NamedTuple):
@@ -66,28 +67,23 @@ class Point(NamedTuple):
         return self.draft + self.verify
 
 
-class _Fit:
-    """Least squares on relative errors: seconds = features @ weights.
+def _fit(features: Callable[..., list], points: Iterable[tuple[Kind, float, float]]) -> Fit:
+    """Return the function seconds = features @ weights that least squares on relative errors give.
 
     No weight is negative, because more work takes no less time. Features whose weight noise makes negative are left
     out, and the others fitted again.
     """
-
-    def __init__(self, features: Callable[..., list], points: Iterable[tuple[Kind, float, float]]):
-        self.features = features
-        seconds = np.array([s for *_, s in points])
-        scale = np.maximum(seconds, 1e-6 * seconds.max() or 1.0)  # a part may take no time at all
-        rows = np.array([features(*at) for *at, _ in points], dtype=float) / scale[:, None]
-        used = rows.any(0)
-        while True:
-            self.weights = np.zeros(len(used))
-            self.weights[used] = np.linalg.lstsq(rows[:, used], seconds / scale, rcond=None)[0]
-            if self.weights.min() >= 0:
-                break
-            used &= self.weights > 0
-
-    def __call__(self, *at) -> Any:
-        return sum(weight * np.asarray(value) for weight, value in zip(self.weights, self.features(*at), strict=True))
+    seconds = np.array([s for *_, s in points])
+    scale = np.maximum(seconds, 1e-6 * seconds.max() or 1.0)  # a part may take no time at all
+    rows = np.array([features(*at) for *at, _ in points], dtype=float) / scale[:, None]
+    used = rows.any(0)
+    while True:
+        weights = np.zeros(len(used))
+        weights[used] = np.linalg.lstsq(rows[:, used], seconds / scale, rcond=None)[0]
+        if weights.min() >= 0:
+            break
+        used &= weights > 0
+    return lambda *at: sum(weight * np.asarray(x) for weight, x in zip(weights, features(*at), strict=True))
 
 
 def _draft(kind: Kind, context) -> list:
@@ -98,7 +94,7 @@ def _draft(kind: Kind, context) -> list:
     return [0, 1, deeper, kind.expanded, deeper * context, *selects, kind.cut]
 
 
-def _fits(points: Sequence[Point]) -> tuple[_Fit, _Fit]:
+def _fits(points: Sequence[Point]) -> tuple[Fit, Fit]:
     """Return the functions of one number of rows, for both parts of a round."""
     knots = sorted({p.kind.nodes for p in points})
     hats, slopes = np.eye(len(knots)), len({p.context for p in points}) > 1
@@ -107,8 +103,8 @@ def _fits(points: Sequence[Point]) -> tuple[_Fit, _Fit]:
         own = [float(np.interp(kind.nodes, knots, hat)) for hat in hats]
         return [*own, context, context * kind.nodes] if slopes else own
 
-    draft = _Fit(_draft, [(p.kind, p.context, p.draft) for p in points])
-    return draft, _Fit(verify, [(p.kind, p.context, p.verify) for p in points])
+    draft = _fit(_draft, [(p.kind, p.context, p.draft) for p in points])
+    return draft, _fit(verify, [(p.kind, p.context, p.verify) for p in points])
 
 
 class Costs:
@@ -136,7 +132,7 @@ class Costs:
         """Return |predicted - measured| / measured of every measured round: how well the functions fit."""
         return [abs(float(self.seconds(p.kind, p.rows, p.context)) / p.seconds - 1) for p in self.points]
 
-    def _shares(self, rows: float) -> list[tuple[tuple[_Fit, _Fit], float]]:
+    def _shares(self, rows: float) -> list[tuple[tuple[Fit, Fit], float]]:
         """Return the fits of the neighbouring numbers of rows, and the weight of each."""
         if self.padded:
             rows = next((known for known in self.rows if known >= rows), self.rows[-1])
@@ -156,9 +152,6 @@ def measure(runs: Sequence[Callable[[], list[Point]]], repeats: int, shown: str 
     kinds = [same for turns in in_turns(runs, repeats, shown) for same in zip(*turns, strict=True)]
     disturbed = any(busy([p.seconds for p in same]) for same in kinds if same[0].kind == PLAIN)
     return [min(same, key=lambda p: p.seconds) for same in kinds], disturbed
-
-
-# The cache
 
 
 def identity(target, drafter, **what) -> dict:

@@ -44,13 +44,9 @@ def probes(topks: Sequence[int], steps: int, nodes: Sequence[int]) -> list[Tree]
     """Return the trees that are timed: of `useful_trees` every topk, few depths, and numbers of nodes several times."""
     depths = sorted({min(depth, steps) for depth in (*DEPTHS, steps)})
     chosen: list[Tree] = []
-    turn = 0
-    for topk in sorted(set(topks)):
-        for depth in depths:
-            here = [t for t in useful_trees([topk], depth, nodes) if t.steps == depth]
-            picked = here[turn % 3 :: 3] or here[-1:]
-            chosen += sorted(cast(set[DynamicTree], {*picked, *here[-1:]}))
-            turn += 1
+    for turn, (topk, depth) in enumerate(product(sorted(set(topks)), depths)):
+        here = [t for t in useful_trees([topk], depth, nodes) if t.steps == depth]
+        chosen += sorted(cast(set[DynamicTree], {*here[turn % 3 :: 3], *here[-1:]}))
     return chosen
 
 
@@ -97,9 +93,6 @@ def measure_grid(
             runs += [partial(run, tree, context, rows) for tree in (None, *here)]
     points, _ = measure(runs, repeats, "costs")
     return Costs(points)
-
-
-# Predictions
 
 
 @dataclass(frozen=True)

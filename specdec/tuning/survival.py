@@ -205,16 +205,11 @@ class Survival(Bandit):
 
     @override
     def looks(self) -> bool:
-        self.unseen += 1
-        if not (self._pays() or self._begins()) and self.unseen < SELDOM:
-            return False
-        self.unseen = 0
-        return True
-
-    def _pays(self) -> bool:
-        """Return whether cuts saved more lately than it takes to look at a draft."""
         kind = self.kinds[-1]
-        return self.saved > self.costs.seconds(kind._replace(cut=True)) - self.costs.seconds(kind)
+        price = self.costs.seconds(kind._replace(cut=True)) - self.costs.seconds(kind)  # of a look at a draft
+        looks = self._begins() or self.saved > price or self.unseen + 1 >= SELDOM
+        self.unseen = 0 if looks else self.unseen + 1
+        return looks
 
     @override
     def keep(self, draft: Draft) -> np.ndarray | None:

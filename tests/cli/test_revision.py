@@ -73,7 +73,7 @@ def test_packages_have_the_versions_of_the_constraints_and_serve_the_python_aske
     hydra, *_, pydantic, antlr = gpu_wheels.wanted()
     assert hydra.startswith("hydra-core==1.")
     assert pydantic.startswith("pydantic==2.")
-    monkeypatch.setattr(gpu_wheels, "_run", pip := Mock())
+    monkeypatch.setattr(gpu_wheels.subprocess, "run", pip := Mock(return_value=Mock(returncode=0)))
     monkeypatch.setattr(sys, "argv", ["gpu_wheels.py", "--out", str(tmp_path), "--python", "3.12"])
     gpu_wheels.main()
     commands = {call.args[0][-1]: call.args[0] for call in pip.call_args_list}

@@ -35,7 +35,7 @@ def swept(target_path, drafter_path, tmp_path_factory):
     """A sweep of plain decoding, a drafter with a tree, one that cannot be, and a best tree."""
     out = tmp_path_factory.mktemp("swept")
     found = tiny_sweep(load_target(target_path), out, resamples=5)
-    found.run(found.points([Draft.read(str(drafter_path))], ["2/2/4", "2/2/60"], True, BEST))
+    list(found.run(found.points([Draft.read(str(drafter_path))], ["2/2/4", "2/2/60"], True, BEST)))
     assert len(collect(out)[0]) == 4
     return out
 

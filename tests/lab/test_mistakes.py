@@ -28,7 +28,7 @@ CASES = [
     ("lab bench", "shape=tiny budget_s=x", "budget_s must be a number above 0"),
     ("lab bench", "shape=tiny suite.contenders=[vllm]", "there is no contender 'vllm': there are plain"),
     ("lab bench", "shape=tiny suite.configurations=[huge]", "there is no configuration 'huge'"),
-    ("lab bench", "shape=tiny configurations.short.prompt=0", "short.prompt must be a positive whole number, got 0"),
+    ("lab bench", "shape=tiny configurations.short.prompt=0", "short.prompt must be at least 1, got 0"),
     ("lab bench", "shape=tiny +configurations.short.odd=1", "configurations.short: got an unexpected keyword argument"),
     (
         "lab bench",

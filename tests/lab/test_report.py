@@ -183,7 +183,7 @@ def out(target_path, drafter_path, tmp_path_factory):
     for name, some in (("first", drafts), ("<second>", [])):
         benchmark = Benchmark(name, questions[: 2 + len(some)], skipped=3)
         sweep = tiny_sweep(target, out, benchmark, max_new_tokens=12)
-        sweep.run(sweep.points(some, ["1/2/3", "2/2/4", "2/3/50"], True, BEST))
+        list(sweep.run(sweep.points(some, ["1/2/3", "2/2/4", "2/3/50"], True, BEST)))
     results, timings, _ = write_results(out)
     write_report(out, results, timings, command="specdec sweep <x>")
     return out

@@ -38,9 +38,8 @@ def points_of(found, drafter_path):
 
 
 def measure(target, drafter_path, out, **how) -> list[str]:
-    lines = []
     found = tiny_sweep(target, out, **how)
-    found.run(points_of(found, drafter_path), lambda point, what: lines.append(what))
+    lines = [what for _, what in found.run(points_of(found, drafter_path))]
     write_results(out)
     return lines
 
@@ -171,7 +170,7 @@ def test_points_of_one_name_are_distinguished(target, tmp_path):
     """Another drafter of the same name, and then another verifier, in the folder of an earlier sweep."""
     for draft, rule in (("ngram", "match"), ("ngram:suffix", "match"), ("ngram:suffix", "typical")):
         found = tiny_sweep(target, tmp_path, verifier=make_verifier(rule))
-        found.run(found.points([Draft.read({"draft": draft, "name": "mine"})], ["1/2/3"], False, None))
+        list(found.run(found.points([Draft.read({"draft": draft, "name": "mine"})], ["1/2/3"], False, None)))
     names = [r["names"]["draft"] for r in collect(tmp_path)[0]]
     match, typical = (f", verifier {make_verifier(rule)}" for rule in ("match", "typical"))
     drafters = [
@@ -227,7 +226,7 @@ def test_jobs_that_share_a_sweep_make_the_same_file(whole, target, drafter_path,
     shares = [share_of(points, shard, 2, rank, 2) for shard in (0, 1) for rank in (0, 1)]
     assert sorted(p.key for share in shares for p in share) == sorted(p.key for p in points)
     for share in reversed(shares):
-        tiny_sweep(target, tmp_path / "shared").run(share)
+        list(tiny_sweep(target, tmp_path / "shared").run(share))
         write_results(tmp_path / "shared")
     assert (tmp_path / "shared" / RESULTS).read_bytes() == (whole / RESULTS).read_bytes()
 
@@ -236,7 +235,7 @@ def test_answers_of_one_token_make_no_best_tree(target, drafter_path, tmp_path):
     found = tiny_sweep(target, tmp_path / "short", max_new_tokens=1)
     points = [point for point in points_of(found, drafter_path) if point.kind == "best_tree"]
     with pytest.raises(ValueError, match="every answer that the best tree is measured along, of 2, is one token long"):
-        found.run(points)
+        list(found.run(points))
 
 
 # The command
@@ -307,11 +306,11 @@ def test_a_tree_is_measured_and_decoded_with(folders, target_path, tmp_path, cap
 
 
 def test_a_sweep_has_points_over_blocks(folders, target, tmp_path):
-    sweep, reported = tiny_sweep(target, tmp_path, Benchmark("tiny", QUESTIONS[2:])), []
+    sweep = tiny_sweep(target, tmp_path, Benchmark("tiny", QUESTIONS[2:]))
     drafts = [Draft.read(str(folder)) for folder in folders.values()]
     trees = grid(2, 3, 6) + grid([1, 2], 3, 6, block=True)
     points = sweep.points(drafts, trees, baseline=True, best_tree=None)
-    sweep.run(points, lambda point, what: reported.append(what.split(":")[0]))
+    reported = [what.split(":")[0] for _, what in sweep.run(points)]
     assert reported == ["measured"] * 6 + ["skipped"]  # the last one's slots depend on the drafted tokens
     results, _, _ = write_results(tmp_path)
     assert {r["names"]["draft"] for r in results} >= {"dflash", "dflash, over the block", "dspark"}

@@ -7,6 +7,7 @@ fit or exceeds the budget has a row with the reason.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -15,10 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.cli.limits import MOST
 from specdec.lab.bench.contenders import Contender, NotAvailable, TimedRun, peak_bytes, reset_peak
 from specdec.lab.bench.random_weights import MARK
 from specdec.lab.output import sentence
 from specdec.model.language_model import LanguageModel
+from specdec.schema import check_fields, ranged
 from specdec.structs import Sampling
 
 Prompts = Callable[[int, int], list[list[int]]]  # trial, tokens of each -> the prompts of this trial
@@ -29,8 +32,8 @@ class Configuration:
     """What is decoded: tokens of a prompt, new tokens, and how they are drawn, as fields of `Sampling`."""
 
     name: str
-    prompt: int
-    new: int
+    prompt: int = ranged(1, MOST)
+    new: int = ranged(1, MOST)
     sampling: dict = field(default_factory=dict)
 
 
@@ -44,10 +47,7 @@ def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[C
             out.append(Configuration(name, **known[name]))
         except TypeError as error:
             raise ValueError(f"configurations.{name}: {str(error).removeprefix('Configuration.__init__() ')}") from None
-        for what in ("prompt", "new"):
-            value = getattr(out[-1], what)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"configurations.{name}.{what} must be a positive whole number, got {value!r}")
+        check_fields(out[-1], f"configurations.{name}")
     return out
 
 
@@ -91,15 +91,10 @@ class Bench:
     configurations: int = 1  # that will run, which share the budget
     seed: int = 0
     random_weights: bool = False  # then those of transformers differ from ours, and drafts are accepted by accident
-    progress: Callable[[str], None] = lambda what: None  # called with a description of each step
     save: Callable[[list[dict]], None] = lambda rows: None  # given a configuration's rows after each warm-up and trial
 
     def __post_init__(self) -> None:
-        """Check the settings and start the time budget. Raises ValueError for a number out of range."""
-        if self.warmups < 0 or self.trials < 1:
-            raise ValueError(f"warmups must be at least 0 and trials at least 1, got {self.warmups} and {self.trials}")
-        if self.budget is not None and not self.budget > 0:
-            raise ValueError(f"budget_s must be a positive number of seconds, got {self.budget}")
+        """Start the time budget."""
         self.deadline = time.monotonic() + (self.budget or float("inf"))
         self.left = self.configurations
         self.made: dict[str, Contender] = {}
@@ -155,7 +150,7 @@ class Bench:
         self.save(list(self._summarised().values()))
 
     def _warm_up(self, name: str) -> None:
-        self.progress(f"{self.configuration.name}: {name} warms up")
+        print(f"{self.configuration.name}: {name} warms up", file=sys.stderr, flush=True)
         start = time.monotonic()
         if name not in self.made:
             self.made[name] = self.contenders[name]()
@@ -170,7 +165,7 @@ class Bench:
 
     def _trial(self, name: str) -> None:
         trial, row, contender = len(self.runs[name]), self.rows[name], self.made[name]
-        self.progress(f"{self.configuration.name}: {name}, trial {trial + 1} of {self.trials}")
+        print(f"{self.configuration.name}: {name}, trial {trial + 1} of {self.trials}", file=sys.stderr, flush=True)
         device, prompts = self.target.device, self.prompts(trial, self.configuration.prompt)
         before = reset_peak(device)
         runs: list[TimedRun] = []

@@ -9,7 +9,6 @@ explains the numbers, `--cfg job` prints every setting.
 """
 
 import json
-import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -190,7 +189,7 @@ def run(config: DictConfig) -> None:
     how: dict[str, Any] = {"warmups": suite["warmups"], "trials": suite["trials"], "budget": settings["budget_s"]}
     how |= {"configurations": len(configurations), "seed": settings["seed"], "random_weights": random}
     how |= {"save": lambda more: write_json(out, result | {"rows": rows + more})}
-    bench = Bench(target, contenders, prompts, ceiling, progress=partial(print, file=sys.stderr, flush=True), **how)
+    bench = Bench(target, contenders, prompts, ceiling, **how)
     for configuration in configurations:
         rows += bench.run(configuration)
         bench.save([])

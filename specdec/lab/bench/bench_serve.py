@@ -199,9 +199,6 @@ async def counters(client) -> dict[str, float]:
     return found
 
 
-# The command
-
-
 def run(args: argparse.Namespace) -> None:
     """Run `specdec lab bench serve`. Raises ValueError if an answer is not valid."""
     found = load_benchmark("prompts", args.prompts, turns=1, bad="skip", limit=args.limit)

@@ -213,9 +213,6 @@ def of_transformers_by_name(
     }
 
 
-# Time and memory
-
-
 def wait(device: torch.device) -> None:
     """Wait until the device has finished what it was given."""
     if device.type == "cuda":

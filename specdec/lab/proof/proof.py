@@ -142,9 +142,6 @@ def prove(
     return proof
 
 
-# The result
-
-
 def verdict_line(proof: Proof) -> str:
     """Return the result of all tests in one line."""
     if proof.sound:

@@ -169,9 +169,6 @@ def as_json(proof: ServerProof) -> dict:
     return summary | counts | {"differences": [asdict(m) | {"tie": m.tie} for m in proof.mismatches]}
 
 
-# The command
-
-
 def prompts_of(target, args: argparse.Namespace) -> list[list[int]]:
     """Return the token ids of the first `--limit` prompts of the file, or of the built-in prompts."""
     questions = read_prompts(args.prompts) if args.prompts else PROMPTS

@@ -150,9 +150,6 @@ def _with_own_ids(questions: list[Question]) -> Iterator[Question]:
         yield replace(q, id=f"{q.id} ({seen[q.id]})") if seen[q.id] > 1 else q
 
 
-# Conversations
-
-
 @dataclass(eq=False)
 class Dialogue:
     """One question while it is answered, in the target's chat template, or raw: turns and answers as one text."""

@@ -8,7 +8,6 @@ chart.png and result.json under `out`; the last line is one JSON object. `--cfg 
 """
 
 import json
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -71,9 +70,8 @@ def with_engines(made: dict, settings: dict, target, prompts: list[str]) -> list
     """Decode greedily with the contenders, on prompts of `ENGINE_PROMPT` tokens, and return the benchmark's rows."""
     texts = text_prompts([encode_prompt(target, text, settings["raw"]) for text in prompts], 1)
     how: dict[str, Any] = {"warmups": 1, "trials": max(settings["trials"], 3), "seed": settings["seed"], "budget": None}
-    bench = Bench(target, made, texts, bandwidth(target.device), **how, progress=partial(print, file=sys.stderr))
-    new, name = settings["max_new_tokens"], f"prompts of {ENGINE_PROMPT} tokens"
-    return bench.run(Configuration(name, ENGINE_PROMPT, new))
+    bench = Bench(target, made, texts, bandwidth(target.device), **how)
+    return bench.run(Configuration(f"prompts of {ENGINE_PROMPT} tokens", ENGINE_PROMPT, settings["max_new_tokens"]))
 
 
 def engines_in_words(rows: list[dict], drafter: str) -> str:
@@ -89,45 +87,41 @@ def engines_in_words(rows: list[dict], drafter: str) -> str:
 def run(config: DictConfig) -> None:
     """Run `specdec compare`. Raises ValueError without prompts, or with fewer than two new tokens."""
     with no_empty_folder(config.out):
-        _run(config)
-
-
-def _run(config: DictConfig) -> None:
-    if not config.prompts:
-        raise ValueError(
-            "no prompts: give --prompts FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"
-        )
-    if config.max_new_tokens < 2:  # there would be no rates to compare
-        raise ValueError("max_new_tokens must be at least 2: the first token comes from the prefill")
-    prompts = read_prompts(Path(config.prompts))[: config.limit]
-    settings: Any = OmegaConf.to_container(config, resolve=True)
-    entries = entries_of(settings)
-    out = output_folder(config.out)
-    sampling = instantiate(config.sampling)
-    if config.compile and config.device.startswith("cuda"):
-        ops.use("torch")  # Inductor makes its own of torch's operators
-    target = load_some(config, config.device, whole=True)
-    passed_on = ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")
-    how: dict[str, Any] = {name: settings[name] for name in passed_on} | {"tree": tree_of_settings(settings)}
-    first = next(iter(entries))
-    made = contenders_of(settings, target, first, entries[first]) if settings["with"] else {}
-    found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
-    scores, rate = found.scores, found.plain_tokens_per_second
-    drawn = "greedy" if sampling.greedy else sampling
-    name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
-    title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {drawn}"
-    result: dict[str, Any] = {"plain_tokens_per_second": rate, "scores": [asdict(s) for s in scores]}
-    result["verdict"] = found.verdict
-    if settings["with"]:
-        result["engines"] = with_engines(made, settings, target, prompts)
-    try:
-        write_csv(out / "table.csv", as_rows(scores))
-        write_json(out / "result.json", result | {"settings": settings} | machine_in_short())
-        write_figure(out / "chart.png", found.plot(title))
-    finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
-        found.print()
+        if not config.prompts:
+            raise ValueError(
+                "no prompts: give --prompts FILE (one prompt a line, or JSONL with `prompt`, `turns` or `messages`)"
+            )
+        if config.max_new_tokens < 2:  # there would be no rates to compare
+            raise ValueError("max_new_tokens must be at least 2: the first token comes from the prefill")
+        prompts = read_prompts(Path(config.prompts))[: config.limit]
+        settings: Any = OmegaConf.to_container(config, resolve=True)
+        entries = entries_of(settings)
+        out = output_folder(config.out)
+        sampling = instantiate(config.sampling)
+        if config.compile and config.device.startswith("cuda"):
+            ops.use("torch")  # Inductor makes its own of torch's operators
+        target = load_some(config, config.device, whole=True)
+        passed_on = ("max_new_tokens", "seed", "raw", "trials", "token_map", "compile")
+        how: dict[str, Any] = {name: settings[name] for name in passed_on} | {"tree": tree_of_settings(settings)}
+        first = next(iter(entries))
+        made = contenders_of(settings, target, first, entries[first]) if settings["with"] else {}
+        found = compare(target, entries, prompts, sampling=sampling, progress=True, **how)
+        scores, rate = found.scores, found.plain_tokens_per_second
+        drawn = "greedy" if sampling.greedy else sampling
+        name = called(target.name) if called(target.name) != str(target.name) else Path(target.name).name
+        title = f"{name}: {len(prompts)} prompts, {config.max_new_tokens} new tokens, {drawn}"
+        result: dict[str, Any] = {"plain_tokens_per_second": rate, "scores": [asdict(s) for s in scores]}
+        result["verdict"] = found.verdict
         if settings["with"]:
-            print_rows(result["engines"], f"{first} and other engines")
-            print(engines_in_words(result["engines"], first))
-    print(f"written: {out}/table.csv, chart.png and result.json")
-    print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))
+            result["engines"] = with_engines(made, settings, target, prompts)
+        try:
+            write_csv(out / "table.csv", as_rows(scores))
+            write_json(out / "result.json", result | {"settings": settings} | machine_in_short())
+            write_figure(out / "chart.png", found.plot(title))
+        finally:  # measurements are shown even if they cannot be written, and written even if standard output is closed
+            found.print()
+            if settings["with"]:
+                print_rows(result["engines"], f"{first} and other engines")
+                print(engines_in_words(result["engines"], first))
+        print(f"written: {out}/table.csv, chart.png and result.json")
+        print(json.dumps({"out": str(out), "plain_tokens_per_second": rate, "tau": {s.name: s.tau for s in scores}}))

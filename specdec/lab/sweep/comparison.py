@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Column, Table
-from tqdm import tqdm
 
 from specdec.arguments import as_sampling, as_target, as_tree, as_verifier, check_drafter, check_prompts, check_types
 from specdec.cli.terminal import console, print_table
@@ -224,11 +223,8 @@ def compare(
     given: dict[str, Any] = {"tree": tree, "verifier": verifier, "token_map": token_map, "compile": compile}
     ways = {name: way_of(name, entry, target, given) for name, entry in named(drafts).items()}
     how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": sampling, "seed": seed, "raw": raw}
-    off = None if progress is None else not progress
-    with tqdm(total=len(batch) * trials, desc="prompts", mininterval=1.0, disable=off) as bar:
-        tallies, scores = decode_in_turn(
-            target, batch, ways, trials=trials, compile=compile, progress=bar.update, **how
-        )
+    how |= {"trials": trials, "compile": compile, "progress": progress}
+    tallies, scores = decode_in_turn(target, batch, ways, **how)
     return Comparison(scores, tallies[""].rate, tallies, compile)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from itertools import count
 from pathlib import Path
 
 import matplotlib
@@ -162,20 +163,17 @@ def tree_svg(nodes: list[DrawnNode], parents: list[int], title: str) -> str:
 
 def _layout(parents: list[int]) -> tuple[list[int], list[float]]:
     """(depth, height in leaves) of every node."""
-    depth = [0] * len(parents)
-    children: list[list[int]] = [[] for _ in parents]
-    for node in range(1, len(parents)):
-        depth[node] = depth[parents[node]] + 1
-        children[parents[node]].append(node)
-    heights, leaves, stack = [0.0] * len(parents), 0, [0]
-    while stack:  # depth first: leaves from top to bottom
-        node = stack.pop()
-        if not children[node]:
-            heights[node], leaves = float(leaves), leaves + 1
-        stack += reversed(children[node])
-    for node in range(len(parents) - 1, -1, -1):  # children come after their parents
-        if children[node]:
-            heights[node] = (heights[children[node][0]] + heights[children[node][-1]]) / 2
+    depth, heights = [0] * len(parents), [0.0] * len(parents)
+    leaves = count()  # from top to bottom
+
+    def place(node: int) -> None:
+        children = [child for child in range(node + 1, len(parents)) if parents[child] == node]
+        for child in children:
+            depth[child] = depth[node] + 1
+            place(child)
+        heights[node] = (heights[children[0]] + heights[children[-1]]) / 2 if children else next(leaves)
+
+    place(0)
     return depth, heights
 
 

@@ -177,9 +177,6 @@ def best(points: list[dict]) -> dict:
     return max(points, key=lambda r: tau(r)["value"] or 0.0)
 
 
-# Tables
-
-
 def decoded(group: list[dict]) -> list[dict]:
     """The points of a group that decoded with a drafter."""
     return [r for r in group if r["kind"] == "decode" and "skipped" not in r and r["names"]["draft"] != "none"]

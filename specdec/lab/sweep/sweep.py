@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -92,23 +92,21 @@ class Sweep:
         twice = {p.key: p for p in reversed(found)}
         return [twice[key] for key in dict.fromkeys(p.key for p in found)]
 
-    def run(
-        self, points: list[SweepPoint], progress: Callable[[SweepPoint, str], None] = lambda point, what: None
-    ) -> None:
+    def run(self, points: list[SweepPoint]) -> Iterator[tuple[SweepPoint, str]]:
         """Measure the points that have no result yet, in order.
 
-        progress: called with each point and 'measured', 'reused', or 'skipped: REASON' if its tree cannot be drafted.
+        Yields each point with 'measured', 'reused', or 'skipped: REASON' if its tree cannot be drafted.
         """
         loaded, drafter = None, None
         for point in points:
             folder = point_folder(self.out, point.key)
             with only_writer(folder, wait=True):  # another process may be at this point
-                if (folder / RESULT).is_file():
-                    progress(point, "reused")
-                    continue
-                if point.draft is not None and point.draft != loaded:
-                    loaded, drafter = point.draft, point.draft.load(self.target)
-                progress(point, self._make(point, drafter))
+                what = "reused"
+                if not (folder / RESULT).is_file():
+                    if point.draft is not None and point.draft != loaded:
+                        loaded, drafter = point.draft, point.draft.load(self.target)
+                    what = self._make(point, drafter)
+            yield point, what
 
     def _make(self, point: SweepPoint, drafter: Drafter | None) -> str:
         """Write the point, and say what became of it: 'measured' or 'skipped: why'."""

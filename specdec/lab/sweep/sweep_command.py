@@ -29,6 +29,9 @@ from specdec.training.loop.parallel import join_processes
 from specdec.training.train import check_folder, instantiate, load_some
 from specdec.trees.spec import grid
 
+# Settings of a sweep that are fields of `Sweep`
+SHARED = ("max_new_tokens", "sample_draft", "batch_size", "seed", "raw", "thinking", "resamples", "probe", "traces")
+
 
 def share_of(points: list[SweepPoint], shard: int, shards: int, rank: int, world: int) -> list[SweepPoint]:
     """The points that this process of this job measures. shard: which of the `shards` jobs this is."""
@@ -56,54 +59,42 @@ def plan(settings: dict, sweep: Sweep) -> list[SweepPoint]:
 def measure(sweep: Sweep, points: list[SweepPoint], quiet: bool) -> dict[str, int]:
     """Measure the points; returns how many were measured, reused and skipped. Those skipped are named."""
     counts = {"measured": 0, "reused": 0, "skipped": 0}
-    with tqdm(total=len(points), desc="points", disable=quiet) as bar:
-
-        def progress(point: SweepPoint, what: str) -> None:
-            if what.startswith("skipped"):
-                name = point.draft.name if point.draft else "plain"
-                tqdm.write(f"{name} {point.tree} {what}", file=sys.stderr)
-            counts[what.split(":")[0]] += 1
-            bar.update()
-
-        sweep.run(points, progress)
+    for point, what in tqdm(sweep.run(points), desc="points", total=len(points), disable=quiet):
+        if what.startswith("skipped"):
+            name = point.draft.name if point.draft else "plain"
+            tqdm.write(f"{name} {point.tree} {what}", file=sys.stderr)
+        counts[what.split(":")[0]] += 1
     return counts
 
 
 def run(config: DictConfig) -> None:
-    """Run `specdec sweep`."""
+    """Run `specdec sweep`: measure the points, and report when all are there."""
     settings: Any = OmegaConf.to_container(config, resolve=True)
     settings["draft"] = draft_for(settings["target"]["path"], settings["draft"])
     out = Path(config.out)
     with no_empty_folder(out):
         check_folder(out, resume=True)
-        sweep_in(out, settings, config)
+        sampling, verifier = instantiate(config.sampling), instantiate(config.verifier, "verifier")
+        processes = join_processes(config.device)
+        benchmark = load_benchmark(**settings["benchmark"])
+        target = load_some(config, processes.device, whole=True)
+        identity = signature(str(config.target.path or DEMO_TARGET))
+        shared = {name: settings[name] for name in SHARED}
+        sweep = Sweep(target, identity, benchmark, out, sampling, verifier, **shared)
+        points = plan(settings, sweep)
+        mine = share_of(points, config.shard, config.shards, processes.rank, processes.world)
+        counts = measure(sweep, mine, quiet=not processes.main)
+        results, timings, old = write_results(out)
+        if old:
+            print(f"{old} points of {out} were left out: another version of the code made them", file=sys.stderr)
+        there = {r["key"] for r in results}
+        waiting = sum(point.key not in there for point in points)
+        if not waiting:  # the last of the processes and jobs that share `out` reports
+            print_tables(results, timings)
+            if config.report:
+                from specdec.lab.sweep.report import write_report  # here, as matplotlib takes a second to import
 
-
-def sweep_in(out: Path, settings: dict, config: DictConfig) -> None:
-    """Measure the points, and report when all are there."""
-    sampling, verifier = instantiate(config.sampling), instantiate(config.verifier, "verifier")
-    processes = join_processes(config.device)
-    benchmark = load_benchmark(**settings["benchmark"])
-    target = load_some(config, processes.device, whole=True)
-    same = ("max_new_tokens", "sample_draft", "batch_size", "seed", "raw", "thinking", "resamples", "probe", "traces")
-    common = {key: settings[key] for key in same}
-    sweep = Sweep(
-        target, signature(str(config.target.path or DEMO_TARGET)), benchmark, out, sampling, verifier, **common
-    )
-    points = plan(settings, sweep)
-    mine = share_of(points, config.shard, config.shards, processes.rank, processes.world)
-    counts = measure(sweep, mine, quiet=not processes.main)
-    results, timings, old = write_results(out)
-    if old:
-        print(f"{old} points of {out} were left out: another version of the code made them", file=sys.stderr)
-    there = {r["key"] for r in results}
-    waiting = sum(point.key not in there for point in points)
-    if not waiting:  # the last of the processes and jobs that share `out` reports
-        print_tables(results, timings)
-        if config.report:
-            from specdec.lab.sweep.report import write_report  # here, as matplotlib takes a second to import
-
-            with only_writer(out, inside=True, wait=True):
-                write_report(out, results, timings, command=command_line())
-            print(f"report: {out / 'report.html'}")
-    print(json.dumps({"out": str(out)} | counts_of(results) | {"to_be_measured_elsewhere": waiting} | counts))
+                with only_writer(out, inside=True, wait=True):
+                    write_report(out, results, timings, command=command_line())
+                print(f"report: {out / 'report.html'}")
+        print(json.dumps({"out": str(out)} | counts_of(results) | {"to_be_measured_elsewhere": waiting} | counts))

@@ -2,11 +2,11 @@
 
 import math
 from collections import Counter, abc
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from specdec.api import answer
 from specdec.contracts import Drafter, TreePolicy
@@ -105,15 +105,15 @@ def decode_in_turn(
     seed: int = 0,
     trials: int = 1,
     compile: bool = False,
-    progress: Callable[[], None] = lambda: None,
+    progress: bool | None = None,
     **how,
 ) -> tuple[dict[str, Tally], list[Score]]:
     """Decode every prompt plainly and in each of the ways, in turn, `trials` times after one prompt of warm-up.
 
     Taking turns spreads whatever else the machine does evenly. compile: plain decoding's rounds; each way says so of
-    its own. progress: called after every prompt. how: further arguments of `specdec.answer`. Returns the tallies by
-    name, plain decoding's under "", and the scores in the order of `ways`. Raises ValueError where rounds cannot be
-    compiled.
+    its own. progress: show a bar; None does so on a terminal. how: further arguments of `specdec.answer`. Returns the
+    tallies by name, plain decoding's under "", and the scores in the order of `ways`. Raises ValueError where rounds
+    cannot be compiled.
     """
     # An engine keeps what it has captured from prompt to prompt.
     engines = {"": Engine(target, compile=compile)}
@@ -126,11 +126,10 @@ def decode_in_turn(
 
     for engine in engines.values():
         run(0, engine)
-    for _ in range(trials):
-        for number in range(len(prompts)):
-            for name, engine in engines.items():
-                tallies[name].add(number, run(number, engine))
-            progress()
+    turns, off = list(range(len(prompts))) * trials, None if progress is None else not progress
+    for number in tqdm(turns, "prompts", mininterval=1.0, disable=off):
+        for name, engine in engines.items():
+            tallies[name].add(number, run(number, engine))
     greedy = sampling is None or sampling.greedy
     return tallies, [score(name, way, tallies[name], tallies[""], greedy) for name, way in ways.items()]
 

@@ -226,9 +226,6 @@ def _binned(name: str, seen: list[tuple[float, bool]], edges: Sequence[float]) -
     return out
 
 
-# In words
-
-
 def causes(rows: Rows, drafter: Drafter, decode: Callable[[int], str]) -> list[str]:
     """Return a sentence for each cause of low acceptance that a trace shows, with what to do."""
     found, shares = [], acceptance_by_depth(rows)

@@ -16,6 +16,7 @@ from specdec.engine import traces
 from specdec.engine.recorder import TracedRow
 from specdec.engine.trace_files import read_trace
 from specdec.engine.traces import DEPTH_IN_WORDS
+from specdec.lab.models import as_list
 
 Rows = Sequence[TracedRow]
 Interval = tuple[float, float]
@@ -162,9 +163,6 @@ def _mean(values: list[float]) -> float:
     return _share(sum(values), len(values))
 
 
-# Intervals and summaries
-
-
 def by_category(rows: Rows) -> dict[str, list[TracedRow]]:
     """The rows of each category, in order of appearance; those without one are left out."""
     names = dict.fromkeys(row.category for row in rows if row.category is not None)
@@ -188,22 +186,18 @@ def bootstrap(
     for row in rows:
         by_question.setdefault(row.question, []).append(row)
     questions = list(by_question.values())
-    count = len(_as_list(measure(rows)))
+    count = len(as_list(measure(rows)))
     if len(questions) < 2 or not count:  # a plain decoding has no depth
         return [(math.nan, math.nan)] * count
     draws = random.Random(seed)
     values = []
     for _ in range(resamples):
         drawn = draws.choices(questions, k=len(questions))
-        found = _as_list(measure([row for question in drawn for row in question]))
+        found = as_list(measure([row for question in drawn for row in question]))
         values.append(found + [math.nan] * (count - len(found)))  # none of the deepest trees was drawn
     tails = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.tensor(values, dtype=torch.float64).nanquantile(tails, dim=0).tolist()
     return list(zip(low, high, strict=True))
-
-
-def _as_list(value: float | list[float]) -> list[float]:
-    return value if isinstance(value, list) else [value]
 
 
 def summary(rows: Rows, **how) -> dict:
@@ -217,7 +211,7 @@ def summary(rows: Rows, **how) -> dict:
 
 def _measure(rows: Rows, **how) -> dict:
     def entries(measure: Callable) -> list[dict]:
-        values, intervals = _as_list(measure(rows)), bootstrap(measure, rows, **how)
+        values, intervals = as_list(measure(rows)), bootstrap(measure, rows, **how)
         return [entry(value, *interval) for value, interval in zip(values, intervals, strict=True)]
 
     return {

@@ -44,10 +44,10 @@ def choice(*known: str) -> Any:
     return field(default=known[0], metadata={"choices": known})
 
 
-def check_fields(settings: Any, name: str) -> None:
-    """Raise ValueError for a field whose value is not of its type or range. name: of the settings, for the message."""
+def check_fields(settings: Any, prefix: str = "") -> None:
+    """Raise ValueError for a field whose value is not of its type or range. prefix: of its name in the message."""
     for setting in fields(settings):
-        check_value(setting, getattr(settings, setting.name), f"{name}.{setting.name}")
+        check_value(setting, getattr(settings, setting.name), prefix + setting.name)
 
 
 def typed(kind: Any) -> Field:

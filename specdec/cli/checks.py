@@ -20,10 +20,10 @@ from specdec.cli.reading import open_text
 from specdec.model.names import check_place, draft_for
 from specdec.model_settings import ModelSettings
 from specdec.sampling_settings import Sampling
+from specdec.schema import check_value, typed
 
 REPORT = "report"
 KINDS = {name: FLAGS[name].kind for name in (*MODELS, *TREE, *RULE, *SAMPLING, "no_draft")}
-NAMED = {int: "a whole number", float: "a number", bool: "true or false"}
 OF_TARGET = {"target", "dtype", "matmul_precision", "device", "allow_nonfinite", "tp_plan", "device_map"}
 DRAFTING = tuple(name for name in (*MODELS, *TREE, *RULE) if name not in OF_TARGET)
 NOT_A_TREE = ("topk", "steps", "num_draft_tokens", "sample_draft")  # what contradicts --tree, which is a whole tree
@@ -187,10 +187,8 @@ def read_settings(path: str | os.PathLike) -> dict:
     for name, value in entries.items():
         if name not in KINDS:
             raise ValueError(f"{path}: unknown setting {name!r}; known are {', '.join(KINDS)}, and {REPORT}")
-        kind: Any = KINDS[name] if KINDS[name] in NAMED else str
-        taken = (int, float) if kind is float else (kind,)
-        if value is not None and type(value) not in taken:  # a bool would pass for an int
-            raise ValueError(f"{path}: {name} takes {NAMED.get(kind, 'a text')}, and not {value!r}")
+        kind: Any = KINDS[name] if KINDS[name] in (int, float, bool) else str
+        check_value(typed(kind | None), value, f"{path}: {name}")
     return entries
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from specdec import registry
 from specdec.cli.limits import LIMITS
 from specdec.cli.reading import check_yaml, read_text
-from specdec.schema import check_value, kinds_of, parameters, shown
+from specdec.schema import check_value, kinds_of, parameters, shown, typed
 
 QUOTES = "quote a value with spaces, brackets or commas, as in \"data.path='my file.jsonl'\""
 AXES = ("topk", "steps", "num_draft_tokens")  # one number, or a list of them
@@ -181,10 +181,8 @@ def _check_type(path: str, value: Any, default: Any) -> None:
         if not isinstance(value, bool) and value not in words:
             raise ValueError(f"{path} must be {' or '.join(('true', 'false', *words))}, got {shown(value)}")
     elif isinstance(default, int | float):
-        kind = int if isinstance(default, int) else int | float
-        if isinstance(value, bool) or not isinstance(value, kind):
-            raise ValueError(f"{path} must be {'a whole' if kind is int else 'a'} number, got {shown(value)}")
-        if kind is int and value < 0:
+        check_value(typed(type(default)), value, path)
+        if isinstance(default, int) and value < 0:
             raise ValueError(f"{path} must be at least 0, got {value}")
 
 

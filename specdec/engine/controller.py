@@ -178,7 +178,6 @@ class Part:
 
     ids: list[int]  # of its rows [R]
     rounds: list[Positions]
-    open: bool = False  # the next round has the same rows
 
     def index(self, place_of: dict[int, int]) -> tuple[Tensor, Tensor, Tensor]:
         """Return, for the rows still in the batch, places in the batch and in this part, and numbers of positions.
@@ -212,13 +211,12 @@ class Backlog:
 
     def add(self, positions: Positions) -> None:
         """Store one more position of all rows. It counts for the rows of which n [B] is 1."""
-        if not (self.parts and self.parts[-1].open):
-            self.parts.append(Part(self.ids, [], open=True))
+        if not self.parts or self.parts[-1].ids is not self.ids:  # `join` and `compact` make a new list of ids
+            self.parts.append(Part(self.ids, []))
         self.parts[-1].rounds.append(positions)
 
     def join(self, rows: int, prompts: Positions | None = None) -> None:
         """Append rows to those of the batch, with the positions of their prompts."""
-        self._close()
         new = self._new(rows)
         self.ids = self.ids + new
         if prompts is not None:
@@ -230,17 +228,12 @@ class Backlog:
 
     def compact(self, survivors: Survivors) -> None:
         """Drop all rows except these."""
-        self._close()
         self.ids = survivors.of(self.ids)
         # A server that never drafts would store the positions of rows that have left for long.
         here = set(self.ids)
         self.parts = [part for part in self.parts if not here.isdisjoint(part.ids)]
         if len(self.parts) > MOST_PARTS:
-            self.parts = [Part(self.ids, [self.padded()])]
-
-    def _close(self) -> None:
-        if self.parts:
-            self.parts[-1].open = False
+            self.parts = [Part(self.ids[:], [self.padded()])]  # rows differ in length: no round may follow in this part
 
     def padded(self) -> Positions:
         """Return all positions as those of one round with the batch's rows. This waits for the device."""

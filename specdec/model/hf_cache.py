@@ -1,5 +1,6 @@
 """Caches that the modules of transformers receive: views of ours, made for one forward."""
 
+from contextlib import ExitStack
 from typing import cast
 
 import torch
@@ -140,20 +141,14 @@ class Traced(DynamicCache):
 def trace(model: nn.Module, cache: Traced, /, **inputs):
     """Run the model over `cache`, which notes the modules that store a state."""
 
-    def enter(module: nn.Module, args) -> None:
-        cache.running.append(module)
-
     def leave(module: nn.Module, args, out) -> None:
         cache.running.pop()
 
-    hooks = []
-    for module in model.modules():
-        hooks += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(lambda module, args: cache.running.append(module)))
+            hooks.enter_context(module.register_forward_hook(leave))
         return model(**inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def take_over(modules: set[nn.Module]) -> None:

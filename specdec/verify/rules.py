@@ -8,6 +8,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.sampling.noise import RoundNoise
+from specdec.schema import check_fields, ranged
 from specdec.structs import DraftTree
 from specdec.verify.walk import ChoosingRule, alive, at, coins_of, deepest, of_parent, residual
 
@@ -112,14 +113,12 @@ class TwoThresholds(ChoosingRule):
     this is one draw from p; lower values emit drafted tokens more often than the target would.
     """
 
-    threshold_single: float = 1.0
-    threshold_acc: float = 1.0
+    threshold_single: float = ranged(0, 1, 1.0, above=True)
+    threshold_acc: float = ranged(0, 1, 1.0, above=True)
 
     def __post_init__(self) -> None:
         """Raise ValueError for a threshold outside (0, 1]."""
-        for name in ("threshold_single", "threshold_acc"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must lie in (0, 1], got {getattr(self, name)}")
+        check_fields(self)
 
     @property
     @override
@@ -162,15 +161,12 @@ class TypicalAcceptance(ChoosingRule):
 
     lossless = False
 
-    epsilon: float = 0.09
-    alpha: float = 0.3
+    epsilon: float = ranged(0, 1, 0.09, above=True)
+    alpha: float = ranged(0, 1e6, 0.3, above=True)
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless 0 < epsilon <= 1 and alpha > 0."""
-        if not 0 < self.epsilon <= 1:
-            raise ValueError(f"epsilon must lie in (0, 1], got {self.epsilon}")
-        if not self.alpha > 0:
-            raise ValueError(f"alpha must be above 0, got {self.alpha}")
+        """Raise ValueError unless 0 < epsilon <= 1 and 0 < alpha."""
+        check_fields(self)
 
     @override
     def choose(self, tree: DraftTree, p: Tensor, noise: RoundNoise | None) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings out of range or in conflict."""
-        check_fields(self, "trainer")
+        check_fields(self, "trainer.")
         if self.epochs is not None and self.steps is not None:
             raise ValueError("trainer.steps and trainer.epochs both say how long to train: set one of them to null")
         if len(self.betas) != 2:
@@ -103,4 +103,4 @@ class OnPolicy:
 
     def __post_init__(self) -> None:
         """Raise ValueError for settings out of range."""
-        check_fields(self, "data.on_policy")
+        check_fields(self, "data.on_policy.")

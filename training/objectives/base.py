@@ -51,7 +51,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         """Check the settings, and read the terms of both parts of the run."""
-        check_fields(self, "objective")
+        check_fields(self, "objective.")
         self.parts = [read_terms(self.terms or self.usual)] + ([read_terms(self.then)] if self.then else [])
         self.progress = 0.0
         self.step_weights = [self.decay**j for j in range(self.steps)]

@@ -3,6 +3,7 @@
 A wrong return value would change the text, or write beyond a cache, without an error.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,19 +16,21 @@ from specdec.contracts import Drafter, DraftState, TreePolicy
 from specdec.schema import shown
 from specdec.structs import DraftTree, Verdict, Verifier
 
+CHECKED = 64  # calls of each kind
+
 
 class Parts:
     """Calls a round's parts. An error in the user's own code is one sentence that names the part (`own.blamed`).
 
-    On a CPU everything that such code returns is checked. On a GPU and in captured rounds only the first of each kind
-    is, because a check waits for the device.
+    What such code returns is checked in its first `CHECKED` calls, so that later rounds take the time that the part
+    takes. On a GPU and in captured rounds only the first call is, because a check waits for the device.
     """
 
     def __init__(self, drafter: Any, policy: TreePolicy | None, verifier: Verifier):
         """Find which parts are the user's own."""
         self.drafter, self.verifier = drafter, verifier
         self.names = own.name_of(drafter), own.name_of(policy), own.name_of(verifier)
-        self.captured, self.seen = False, set[str]()
+        self.captured, self.calls = False, Counter[str]()
 
     def state(self, absorb: Callable[..., DraftState], *given: Any) -> DraftState:
         """Return the state of `Drafter.extend` or `Drafter.admit` for these arguments."""
@@ -56,9 +59,9 @@ class Parts:
     def _call(self, what: str, name: str, function: Any, given: Any, check: Callable[..., None], *of: Any) -> Any:
         with own.blamed(name, what):
             made = function(*given)
-            if what not in self.seen or not self.captured:
+            if self.calls[what] < (1 if self.captured else CHECKED):
                 check(made, *of)
-                self.seen.add(what)
+                self.calls[what] += 1
         return made
 
 

@@ -8,8 +8,18 @@
 """
 
 import importlib
+from typing import TYPE_CHECKING
 
 from specdec.threads import Threads, limit_spinning
+
+if TYPE_CHECKING:  # editors and type checkers do not see what `__getattr__` returns
+    from specdec.api import *  # noqa: F403
+    from specdec.engine.engine import Engine as Engine
+    from specdec.engine.recorder import Recorder as Recorder
+    from specdec.lab.sweep.comparison import Comparison as Comparison
+    from specdec.lab.sweep.comparison import compare as compare
+    from specdec.training.fit import Training as Training
+    from specdec.training.fit import train as train
 
 limit_spinning()
 Threads(on=True)  # the first look at the load of other programs
@@ -38,4 +48,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__} - {"importlib", "INTERFACE", "Threads", "limit_spinning"})
+    return sorted({*globals(), *__all__} - {"importlib", "INTERFACE", "TYPE_CHECKING", "Threads", "limit_spinning"})

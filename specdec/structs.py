@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from specdec.sampling_settings import Sampling
+from specdec.sampling_settings import Sampling as Sampling
 
 
 @dataclass

@@ -1,9 +1,11 @@
 """The Python interface: sixty wrong calls are one sentence each with the right name, and results are readable."""
 
+import ast
 import copy
 import inspect
 import json
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,3 +267,11 @@ def test_a_run_from_python_trains_a_checkpoint_further(pair, target_path, drafte
         specdec.train(tmp_path / "my data.jsonl", steps=2, **given)
     plain, fast = (specdec.generate(target, HI, one, max_new_tokens=8) for one in (None, run.drafter))
     assert plain.rows[0].tokens == fast.rows[0].tokens
+
+
+def test_type_checkers_see_the_whole_interface():
+    """They do not run the package's `__getattr__`."""
+    (block,) = [x for x in ast.parse(Path(specdec.__file__).read_text(encoding="utf-8")).body if isinstance(x, ast.If)]
+    seen = {name.asname or f"{line.module}.{name.name}" for line in block.body for name in line.names}
+    assert seen == {name for name, module in specdec.INTERFACE.items() if module != "specdec.api"} | {"specdec.api.*"}
+    assert {name for name, module in specdec.INTERFACE.items() if module == "specdec.api"} == set(specdec.api.__all__)

@@ -33,13 +33,14 @@ def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], giv
     """
     settings, _ = registry.of_command(conf)
     several = any(word == "-m" or (len(word) > 2 and "--multirun".startswith(word)) for word in given)
-    found, rest = [], list(given)
+    rest, found = list(given), list[str]()
+    flags = list[str]()  # Hydra's own flags go first: argparse takes none between settings
     while rest:
         word = rest.pop(0)
         hydras = any(known.startswith(word.partition("=")[0]) for known in HYDRA_FLAGS)
         if word.startswith("-") and (hydras or not word.startswith("--")):
             takes = word.startswith(("-c", "-p", *WITH_VALUE)) and "=" not in word
-            found += [word, *(rest[:1] if takes else [])]
+            (found if word == "--" else flags).extend([word, *(rest[:1] if takes else [])])
             del rest[: 1 if takes else 0]
             continue
         name, equals, value = word.removeprefix("--").partition("=")
@@ -57,7 +58,7 @@ def hydra_words(conf: str, words: Mapping[str, str], old: Mapping[str, str], giv
             print(f"note: the setting {name} is now {old[name]}", file=sys.stderr)
             name = old[name]
         found.append(_setting(name, value, words, several) if equals or word.startswith("--") else word)
-    return found
+    return flags + found
 
 
 def _value(name: str, settings: Mapping, rest: list[str]) -> str:

@@ -63,6 +63,11 @@ def count_experts(config: PretrainedConfig) -> int:
     return next((n for n in (getattr(config, name, None) for name in names) if isinstance(n, int) and n > 1), 0)
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Return whether a module of transformers holds the experts of a layer."""
+    return type(module).__name__.endswith("Experts")
+
+
 class ExpertWatch:
     """Records the experts that every mixture layer chose in the last forward.
 
@@ -72,9 +77,8 @@ class ExpertWatch:
     def __init__(self, model: nn.Module):
         """Add a hook to each module of experts in `model`."""
         self.chosen: list[Tensor] = []  # by layer, [tokens, experts of a token]
-        for module in model.modules():
-            if type(module).__name__.endswith("Experts"):
-                module.register_forward_pre_hook(self._note, with_kwargs=True)
+        for module in filter(is_experts, model.modules()):
+            module.register_forward_pre_hook(self._note, with_kwargs=True)
 
     def _note(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         given = (x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))

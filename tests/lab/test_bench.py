@@ -6,12 +6,13 @@ from unittest.mock import Mock
 
 import pytest
 from helpers import main_of, run_here, save_hf, tiny_drafter, tiny_target
+from hybrids import hybrid_target
 
 from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
 from specdec.lab.bench.bench import Bench, Configuration, random_prompts, text_prompts
 from specdec.lab.bench.bench_command import print_rows, remarks
-from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name
+from specdec.lab.bench.contenders import Contender, NotAvailable, Ours, TimedRun, of_transformers_by_name, read_bytes
 from specdec.lab.bench.random_weights import MARK, SimulatedTau
 from specdec.model.loader import load_target
 from specdec.structs import Sampling
@@ -49,6 +50,23 @@ def bench(target=None, budget=None, random_weights=False, warmups=0, questions=1
 
 def by_name(rows: list[dict]) -> dict[str, dict]:
     return {row["contender"]: row for row in rows}
+
+
+def test_a_token_reads_the_experts_that_it_chooses(tmp_path):
+    model = save_hf(tmp_path, "mixtral", num_local_experts=4, num_experts_per_tok=1, sliding_window=None)
+    sizes = {name: p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert experts > 0
+    read = read_bytes(load_target(tmp_path, tokenizer=False), 0, packed=False)
+    assert read == sum(sizes.values()) - experts + experts / 4
+
+
+def test_transformers_decodes_a_hybrid_target(tmp_path):
+    """Some of its layers have no keys."""
+    target = hybrid_target(tmp_path, "lfm2")
+    run = of_transformers_by_name(lambda: target.model, None)["sdpa"]()([1, 2, 3], 4, Sampling(), 0)
+    assert len(run.tokens) == 4
+    assert run.cache_bytes > 0
 
 
 def test_a_row_by_hand():

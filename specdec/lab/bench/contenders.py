@@ -23,6 +23,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.memory import weight_bytes
 from specdec.engine.report import Clock, Observer, Reads, RoundReport
 from specdec.lab.bench.random_weights import SimulatedTau
+from specdec.model.hf_family import is_experts
 from specdec.model.hf_target import CACHES
 from specdec.ops.linear import bytes_read
 from specdec.structs import Sampling, Verifier
@@ -182,7 +183,10 @@ class Transformers(Contender):
         seconds = time.perf_counter() - start
         first, *steps = (taken for _, taken in clock.intervals())
         layers = next(out[name] for name in CACHES if name in out).layers
-        cache_bytes = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
+        held = [
+            getattr(layer, name, None) for layer in layers for name in ("keys", "values")
+        ]  # recurrent ones have none
+        cache_bytes = sum(x.nbytes for x in held if x is not None)
         return TimedRun(out.sequences[0, len(prompt) :].tolist(), seconds, first, steps, cache_bytes)
 
 
@@ -242,11 +246,15 @@ def bandwidth(device: torch.device) -> float:
 def read_bytes(target, context: float, *, packed: bool = True) -> float:
     """Return the bytes that plain decoding of one row must read for the token after `context` tokens.
 
-    These are all weights and the keys and values that the layers see. The embedding counts only if it is also the head.
-    With `packed`, weights count as the engine reads them after packing (`specdec.ops.linear`), else as they are stored.
+    These are all weights and the keys and values that the layers see. The embedding counts only if it is also the head,
+    and of the experts of a layer as many as a token chooses. With `packed`, weights count as the engine reads them
+    after packing (`specdec.ops.linear`), else as they are stored.
     """
     config, table = target.config, target.embed.weight
-    read = {id(p): bytes_read(p) if packed else p.nbytes for p in target.parameters()}
+    read: dict[int, float] = {id(p): bytes_read(p) if packed else p.nbytes for p in target.parameters()}
+    if chosen := target.chosen_experts():  # by layer, of the last forward
+        for module in filter(is_experts, target.modules()):
+            read |= {id(p): read[id(p)] * chosen[0].shape[-1] / target.experts for p in module.parameters()}
     if target.head.weight is not table:
         del read[id(table)]
     sliding = config.sliding or (False,) * config.layers

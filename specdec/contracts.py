@@ -256,40 +256,42 @@ class Drafter(Copyable):
         raise ValueError(f"{type(self).__name__} has nothing to learn")
 
 
-class TreePolicy(Protocol):
-    """The interface of draft trees: their size, and how they grow."""
+class TreePolicy:
+    """Base class of draft trees: their size, and how they grow.
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """The number N of nodes, including the root."""
+    Attributes:
+        num_draft_tokens: The number N of nodes, including the root.
+        steps: The number D of levels below the root.
+        topk: The largest number of children of a node.
+        samples: Children can be drawn from the drafter's distribution, which the tree then holds (`DraftTree.q`).
+        marginals: The tree needs a block of slots that are independent of each other. It then has `within`.
+    """
 
-    @property
-    def steps(self) -> int:
-        """The number D of levels below the root."""
-
-    @property
-    def topk(self) -> int:
-        """The largest number of children of a node."""
-
-    @property
-    def samples(self) -> bool:
-        """Whether children can be drawn from the drafter's distribution, which the tree then holds (`DraftTree.q`)."""
-
-    @property
-    def marginals(self) -> bool:
-        """Whether the tree needs a block of slots that are independent of each other. It then has `within`."""
+    num_draft_tokens: int
+    steps: int
+    topk: int
+    samples: bool = False
+    marginals: bool = False
 
     def shallower(self, steps: int) -> "TreePolicy":
         """Return the first `steps` levels, 1 to D; or the whole tree, if these levels depend on later ones."""
+        return self
 
     def smaller(self, steps: int) -> "TreePolicy":
         """Return the tree of this kind with `steps` levels, 1 to D. It may have other nodes than this tree."""
+        raise NotImplementedError
 
     def draft_slots(self) -> int:
         """Return the cache slots that the drafter needs beyond the committed positions while a tree grows."""
+        raise NotImplementedError
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
         """Grow a tree of N nodes from the root tokens [B] and their state (W = 1)."""
+        raise NotImplementedError
 
     def replay(self, recording: Any) -> Any:
-        """Return the `Accepted` of the tree at every root of a `specdec.recording.Recording`."""
+        """Return the `Accepted` of the tree at every root of a `specdec.recording.Recording`.
+
+        Raises ValueError, one sentence, for what was not recorded.
+        """
+        raise ValueError(f"{type(self).__name__} cannot be replayed: take DynamicTree, StaticTree, BlockTree or Chain")

@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.children import LIKELIEST
-from specdec.contracts import Children, Drafter, DraftState, Vocabulary
+from specdec.contracts import Children, Drafter, DraftState, TreePolicy, Vocabulary
 from specdec.recording import Accepted, Recording
 from specdec.structs import DraftTree
 from specdec.trees.base import Tree, ancestors_of, check_chains, check_size, shape_in
@@ -67,7 +67,7 @@ class FixedTree(Tree):
         )
 
     @override
-    def smaller(self, steps: int) -> Tree:
+    def smaller(self, steps: int) -> TreePolicy:
         return self.shallower(steps)
 
     @override

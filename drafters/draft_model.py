@@ -32,7 +32,6 @@ class DraftModel(Drafter):
     trees are deep.
     """
 
-    vocab: DraftVocab
     cache: KVCache
     trust = 1.0  # a language model, and no head that was taught a peak
     keeps_first = True

@@ -171,7 +171,6 @@ class CachedDrafter(Drafter):
     """A drafter with a head and a cache. A subclass says how it absorbs committed positions (`absorb`)."""
 
     cache: KVCache
-    vocab: DraftVocab
     shape: DraftShape | ModelConfig
     head: LinearMap
     embedding: Tensor  # [V,H]

@@ -45,7 +45,6 @@ class Medusa(Drafter):
     target's.
     """
 
-    vocab: DraftVocab
     heads: "ModuleList[LinearMap]"
     blocks: "ModuleList[Any]"  # of `ResidualBlock`s
     head: LinearMap

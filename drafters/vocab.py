@@ -1,50 +1,9 @@
 """Draft vocabularies: all of the target's tokens, or a chosen part of them."""
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.model.archs import ModelConfig
-
-
-class DraftVocab(nn.Module):
-    """Which target tokens a drafter can propose: ids [U] in draft order, or all V of them (`ids` None)."""
-
-    ids: Tensor | None
-
-    def __init__(self, target_size: int, ids: Tensor | None = None):
-        """Take distinct target ids [U] in draft order; None: all `target_size` tokens."""
-        super().__init__()
-        if ids is not None:
-            ids = ids.long()
-            if ids.ndim != 1 or len(ids) == 0 or ids.min() < 0 or ids.max() >= target_size:
-                raise ValueError(f"a draft vocabulary must hold token ids from 0 to {target_size - 1}")
-            if len(ids.unique()) != len(ids):
-                raise ValueError("a draft vocabulary must not name a token twice")
-        self.target_size = target_size
-        self.size = target_size if ids is None else len(ids)
-        self.register_buffer("ids", ids, persistent=False)
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Draft ids -> target ids, any shape."""
-        return draft_ids if self.ids is None else self.ids.take(draft_ids)
-
-    def from_target(self, target_ids: Tensor) -> Tensor:
-        """Target ids -> draft ids, any shape; -1 for tokens outside the draft vocabulary."""
-        if self.ids is None:
-            return target_ids
-        place = torch.full((self.target_size,), -1, device=self.ids.device)
-        place[self.ids] = torch.arange(self.size, device=self.ids.device)
-        return place[target_ids]
-
-    def select(self, logits: Tensor) -> Tensor:
-        """Columns of the draft vocabulary: [..., V] -> [..., U]."""
-        return logits if self.ids is None else logits.index_select(-1, self.ids)
-
-    def contains(self) -> Tensor:
-        """[V] bool: is the target token in the draft vocabulary (EAGLE's t2d)?"""
-        if self.ids is None:
-            return torch.ones(self.target_size, dtype=torch.bool)
-        return torch.zeros(self.target_size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
+from specdec.structs import DraftVocab
 
 
 def most_frequent(counts: Tensor, size: int) -> DraftVocab:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from specdec.contracts import Children, DraftState, TreePolicy, Vocabulary
+from specdec.contracts import Children, DraftState, TreePolicy
 from specdec.ops.likely import top
 from specdec.sampling.filters import filtered_probs, perturbed, warmed
 from specdec.sampling.noise import RoundNoise
-from specdec.structs import Sampling, SamplingBatch, Verifier
+from specdec.structs import DraftVocab, Sampling, SamplingBatch, Verifier
 
 KINDS = ("likeliest", "coupled", "drawn")
 LIKELIEST = Children()
@@ -55,13 +55,13 @@ class Coupled(Children):
     def __init__(self, noise: RoundNoise, sampling: Sampling | SamplingBatch, trust: float = 1.0):
         """Draw with this trust, as `Drafter.trust`."""
         self.noise, self.sampling, self.trust = noise, sampling, trust
-        self.of: tuple[Vocabulary, Tensor] | None = None
+        self.of: tuple[DraftVocab, Tensor] | None = None
 
     @override
-    def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
+    def best(self, state: DraftState, vocab: DraftVocab, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
         return top(self.scores(state.logits, vocab, level), count)
 
-    def scores(self, logits: Tensor, vocab: Vocabulary, level: int | slice) -> Tensor:
+    def scores(self, logits: Tensor, vocab: DraftVocab, level: int | slice) -> Tensor:
         """Return log-probabilities given the noise, by the drafter's logits [B,W,U]. level: as for `best`."""
         levels = level if isinstance(level, slice) else slice(level, level + 1)
         if self.of is None or self.of[0] is not vocab:
@@ -80,7 +80,7 @@ class Drawn(Children):
         self.noise, self.sampling = noise, sampling
 
     @override
-    def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, vocab: DraftVocab, level: int, count: int) -> tuple[Tensor, Tensor]:
         probs = filtered_probs(logits, self.sampling)
         # What is denormal cannot be renormalised exactly once the rest is drawn, so it counts as nothing.
         probs = probs.masked_fill(probs < torch.finfo(probs.dtype).tiny, 0.0)

@@ -6,7 +6,7 @@ Shapes are named in `specdec/structs.py`.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from specdec.model.cache import KVCache
 from specdec.model.layers import Copyable, LinearMap
 from specdec.ops import Head
 from specdec.ops.likely import head_topk
-from specdec.structs import DraftTree, Survivors
+from specdec.structs import DraftTree, DraftVocab, Survivors
 
 Features = Any  # Tensor [B,P,F] of the target; None for drafters without taps
 
@@ -77,26 +77,6 @@ class DraftState:
         return DraftState(hidden, readout, self.head)
 
 
-class Vocabulary(Protocol):
-    """The tokens that a drafter can propose."""
-
-    size: int  # U
-    target_size: int  # V
-
-    @property
-    def ids(self) -> Tensor | None:
-        """The target's ids [U] of the tokens; None for all tokens."""
-
-    def to_target(self, draft_ids: Tensor) -> Tensor:
-        """Map ids of the draft vocabulary to ids of the target's, any shape."""
-
-    def from_target(self, target_ids: Tensor) -> Tensor:
-        """Map ids of the target's vocabulary to draft ids, any shape; -1 for tokens that cannot be proposed."""
-
-    def select(self, logits: Tensor) -> Tensor:
-        """Select the columns of the draft vocabulary: [..., V] -> [..., U]."""
-
-
 class Children:
     """Rule by which a tree policy takes the children of a node (`specdec.children`).
 
@@ -105,14 +85,14 @@ class Children:
 
     drawn: bool = False  # from the drafter's distribution: then policies ask `draw`, and say in the tree what it was
 
-    def best(self, state: DraftState, vocab: Vocabulary, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
+    def best(self, state: DraftState, vocab: DraftVocab, level: int | slice, count: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities (fp32) and draft ids [B,W,count] of the best children of W nodes, best first.
 
         `level` is the tree level of the nodes (0: the root), or a slice with the level of each node.
         """
         return state.top(count)
 
-    def draw(self, logits: Tensor, vocab: Vocabulary, level: int, count: int) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, vocab: DraftVocab, level: int, count: int) -> tuple[Tensor, Tensor]:
         """Draw children without replacement: logits [B,W,U] -> probabilities [B,W,U], draft ids [B,W,count] in order.
 
         If fewer than `count` tokens have a probability above 0, the most likely other tokens follow.
@@ -130,7 +110,7 @@ class Drafter(Copyable):
     """
 
     taps: tuple[int, ...] = ()  # which hidden states of the target it reads: indices into Hugging Face `hidden_states`
-    vocab: Vocabulary
+    vocab: DraftVocab
     max_steps: int | None = None  # no tree may be deeper; None: any may
     # How many tokens one `extend` guesses: its state then has W = block, slot k for tree level k+1, and no tree policy
     # calls `step`. None: `extend` gives the root's position (W = 1), and `step` all others.
@@ -257,40 +237,42 @@ class Drafter(Copyable):
         raise ValueError(f"{type(self).__name__} has nothing to learn")
 
 
-class TreePolicy(Protocol):
-    """The interface of draft trees: their size, and how they grow."""
+class TreePolicy:
+    """Base class of draft trees: their size, and how they grow.
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """The number N of nodes, including the root."""
+    Attributes:
+        num_draft_tokens: The number N of nodes, including the root.
+        steps: The number D of levels below the root.
+        topk: The largest number of children of a node.
+        samples: Children can be drawn from the drafter's distribution, which the tree then holds (`DraftTree.q`).
+        marginals: The tree needs a block of slots that are independent of each other. It then has `within`.
+    """
 
-    @property
-    def steps(self) -> int:
-        """The number D of levels below the root."""
-
-    @property
-    def topk(self) -> int:
-        """The largest number of children of a node."""
-
-    @property
-    def samples(self) -> bool:
-        """Whether children can be drawn from the drafter's distribution, which the tree then holds (`DraftTree.q`)."""
-
-    @property
-    def marginals(self) -> bool:
-        """Whether the tree needs a block of slots that are independent of each other. It then has `within`."""
+    num_draft_tokens: int
+    steps: int
+    topk: int
+    samples: bool = False
+    marginals: bool = False
 
     def shallower(self, steps: int) -> "TreePolicy":
         """Return the first `steps` levels, 1 to D; or the whole tree, if these levels depend on later ones."""
+        return self
 
     def smaller(self, steps: int) -> "TreePolicy":
         """Return the tree of this kind with `steps` levels, 1 to D. It may have other nodes than this tree."""
+        raise NotImplementedError
 
     def draft_slots(self) -> int:
         """Return the cache slots that the drafter needs beyond the committed positions while a tree grows."""
+        raise NotImplementedError
 
     def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
         """Grow a tree of N nodes from the root tokens [B] and their state (W = 1)."""
+        raise NotImplementedError
 
     def replay(self, recording: Any) -> Any:
-        """Return the `Accepted` of the tree at every root of a `specdec.recording.Recording`."""
+        """Return the `Accepted` of the tree at every root of a `specdec.recording.Recording`.
+
+        Raises ValueError, one sentence, for what was not recorded.
+        """
+        raise ValueError(f"{type(self).__name__} cannot be replayed: take DynamicTree, StaticTree, BlockTree or Chain")

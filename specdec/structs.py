@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.sampling_settings import Sampling as Sampling
 
@@ -50,6 +50,47 @@ class Verdict:
     path: Tensor  # [B, P] accepted nodes, root first; entries from n on are 0
     n: Tensor  # [B] number of emitted tokens, 1..P
     tokens: Tensor  # [B, P] emitted tokens: tokens[:, k] follows node path[:, k]; entries from n on are void
+
+
+class DraftVocab(nn.Module):
+    """The target's tokens that a drafter can propose: ids [U] in draft order, or all V of them (`ids` None)."""
+
+    ids: Tensor | None
+
+    def __init__(self, target_size: int, ids: Tensor | None = None):
+        """Take distinct target ids [U] in draft order; None: all `target_size` tokens."""
+        super().__init__()
+        if ids is not None:
+            ids = ids.long()
+            if ids.ndim != 1 or len(ids) == 0 or ids.min() < 0 or ids.max() >= target_size:
+                raise ValueError(f"a draft vocabulary must hold token ids from 0 to {target_size - 1}")
+            if len(ids.unique()) != len(ids):
+                raise ValueError("a draft vocabulary must not name a token twice")
+        self.target_size = target_size
+        self.size = target_size if ids is None else len(ids)
+        self.register_buffer("ids", ids, persistent=False)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Map ids of the draft vocabulary to ids of the target's, any shape."""
+        return draft_ids if self.ids is None else self.ids.take(draft_ids)
+
+    def from_target(self, target_ids: Tensor) -> Tensor:
+        """Map ids of the target's vocabulary to draft ids, any shape; -1 for tokens that cannot be proposed."""
+        if self.ids is None:
+            return target_ids
+        place = torch.full((self.target_size,), -1, device=self.ids.device)
+        place[self.ids] = torch.arange(self.size, device=self.ids.device)
+        return place[target_ids]
+
+    def select(self, logits: Tensor) -> Tensor:
+        """Select the columns of the draft vocabulary: [..., V] -> [..., U]."""
+        return logits if self.ids is None else logits.index_select(-1, self.ids)
+
+    def contains(self) -> Tensor:
+        """[V] bool: is the target token in the draft vocabulary (EAGLE's t2d)?"""
+        if self.ids is None:
+            return torch.ones(self.target_size, dtype=torch.bool)
+        return torch.zeros(self.target_size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
 
 
 class Survivors:

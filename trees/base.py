@@ -1,7 +1,7 @@
 """What all draft trees share. A tree is a value: it is read from a text, compared, printed, grown and replayed.
 
-A subclass is a frozen dataclass whose fields are its settings. It has the attributes of `specdec.contracts.TreePolicy`.
-`conf/tree/NAME.yaml` names it, and its texts are found by that.
+A subclass is a frozen dataclass whose fields are its settings. `conf/tree/NAME.yaml` names it, and its texts are found
+by that.
 """
 
 import re
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from specdec.contracts import Children, Drafter, DraftState
-from specdec.recording import Accepted, Recording
-from specdec.structs import DraftTree
+from specdec.contracts import TreePolicy
 
 WORDS = ("topk", "steps", "num_draft_tokens")
 # The largest trees. A larger one is a mistake: its shape alone would fill the memory.
@@ -21,19 +19,14 @@ MOST_STEPS, MOST_TOPK, MOST_NODES = 256, 1024, 4096
 MOST_CANDIDATES = 1 << 20  # nodes that a dynamic tree chooses from
 
 
-class Tree:
+class Tree(TreePolicy):
     """Hold the shape of a draft tree, in SGLang's terms.
 
     `steps` levels are drafted, a node has at most `topk` children, and the target verifies `num_draft_tokens` nodes,
     including the root. Some trees have these numbers as settings, others derive them.
     """
 
-    topk: int
-    steps: int
-    num_draft_tokens: int
     device = torch.device("cpu")  # of the tensors that it holds
-    samples = False
-    marginals = False
     fixed = False  # a static tree: every round has the same shape, and costs depend on it
     source = ""  # the name in conf/tree or the file that it was read from
 
@@ -58,33 +51,10 @@ class Tree:
         """Return the entries of a settings file that ask for this tree."""
         return {word: getattr(self, word) for word in WORDS} if str(self) == shape_of(self) else {"tree": str(self)}
 
-    def shallower(self, steps: int) -> "Tree":
-        """Return the tree of the first `steps` levels, or the tree itself if its selection depends on later levels."""
-        return self  # which nodes of a level are selected depends on the levels after it
-
-    def smaller(self, steps: int) -> "Tree":
-        """Return the tree of this kind with `steps` levels, which may keep other nodes than this one."""
-        raise NotImplementedError
-
-    def draft_slots(self) -> int:
-        """Return the number of cache slots that drafting this tree takes beyond the committed positions."""
-        raise NotImplementedError
-
-    def grow(self, drafter: Drafter, root: Tensor, state: DraftState, children: Children) -> DraftTree:
-        """Draft the tree below the roots [B] with a drafter in this state."""
-        raise NotImplementedError
-
     def move(self, device: torch.device) -> None:
         """Bring its tensors to the device of the first root, once: a copy from the host would be a synchronisation."""
         if self.device != device:
             vars(self).update(tree_map_only(Tensor, lambda x: x.to(device), vars(self)), device=device)
-
-    def replay(self, recording: Recording) -> Accepted:
-        """Return what this tree would have accepted at every root of a recording.
-
-        Raises ValueError, one sentence, for what was not recorded.
-        """
-        raise ValueError(f"{type(self).__name__} cannot be replayed: take DynamicTree, StaticTree, BlockTree or Chain")
 
 
 def shape_of(tree) -> str:

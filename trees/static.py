@@ -12,9 +12,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from specdec.children import LIKELIEST
-from specdec.contracts import Children, Drafter, DraftState, Vocabulary
+from specdec.contracts import Children, Drafter, DraftState, TreePolicy
 from specdec.recording import Accepted, Recording
-from specdec.structs import DraftTree
+from specdec.structs import DraftTree, DraftVocab
 from specdec.trees.base import Tree, ancestors_of, check_chains, check_size, shape_in
 
 RankPath = tuple[int, ...]
@@ -67,7 +67,7 @@ class FixedTree(Tree):
         )
 
     @override
-    def smaller(self, steps: int) -> Tree:
+    def smaller(self, steps: int) -> TreePolicy:
         return self.shallower(steps)
 
     @override
@@ -110,7 +110,7 @@ class FixedTree(Tree):
         nodes = (self.depth.cpu() <= levels[:, None]).sum(1)
         return Accepted(accepted.minimum(levels), nodes, levels)
 
-    def _over_target(self, probs: Tensor, vocab: Vocabulary) -> Tensor:
+    def _over_target(self, probs: Tensor, vocab: DraftVocab) -> Tensor:
         """Map probabilities [B,n,U] of the first n nodes over the draft vocabulary to [B,N,V] over the target's."""
         q = probs.new_zeros(len(probs), self.num_draft_tokens, vocab.target_size)
         places = vocab.to_target(torch.arange(vocab.size, device=probs.device))

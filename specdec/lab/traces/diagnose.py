@@ -90,8 +90,7 @@ def coverage(rows: Rows, drafter: Drafter, decode: Callable[[int], str], most: i
     """
     said = Counter(token for row in rows for token in row.tokens)
     total = sum(said.values())
-    vocab: Any = drafter.vocab
-    known = vocab.contains().tolist()
+    known = drafter.vocab.contains().tolist()
     if said and max(said) >= len(known):
         raise ValueError(
             f"token {max(said)} is beyond the {len(known)} of the target: the trace belongs to another target"

@@ -38,7 +38,7 @@ CONTRADICTIONS = (
     (("generate",), "chat", ("json", "compare", "raw"), ""),
     (("generate",), "tp_plan", ("chat", "adaptive", "recalibrate", "compile"), ": it is for a process alone"),
     (("lab bench serve",), "rate", ("concurrency",), ": requests arrive in one of the two ways"),
-    (("prove",), "server", ("draft", "self_test"), ": a server has its own drafter"),
+    (("prove",), "server", ("draft", "self_test", "verifier", "tree"), ": a server has its own drafter"),
     (("prove",), "server", ("draws", "seed"), ": the server's texts are greedy"),
     (("prove",), "plain_server", ("dtype", "device", "tp_plan"), ": the servers compute the texts"),
     (("data regenerate",), "server", ("dtype", "matmul_precision", "device", "batch_size"),

@@ -134,10 +134,13 @@ COMMANDS = {
     }),
     "prove": Command("test that decoding is lossless", "lab.proof.prove_command", {
         "options": "target draft dtype device tp_plan prompts limit max_new_tokens=64 draws seed out json self_test",
+        "one rule, one tree": "verifier tree",
         "a server with OpenAI's interface, instead of this engine": "server plain_server served_model_name",
     }, {
         "draft": Flag("drafters (default: those bundled for the target, and n-grams)", nargs="+"),
         "prompts": "as specdec generate takes it (default: three questions)",
+        "verifier": "the rule that is tested, or your own FILE.py:NAME (default: all that are lossless)",
+        "tree": "the tree that is tested, or your own FILE.py:NAME (default: a few)",
         "out": "write the page here, as Markdown",
         "server": "its greedy texts are compared with this engine's plain ones",
     }, OF_SERVER),

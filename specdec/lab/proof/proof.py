@@ -87,9 +87,14 @@ def fits(verifier: Verifier, tree: TreePolicy) -> bool:
     return (tree.samples or not verifier.needs_q) and (tree.topk == 1 or not verifier.chains_only)
 
 
-def trees_for(target: LanguageModel, drafter: Drafter) -> list[TreePolicy]:
-    """Return the tree policies to test: a chain and, unless the pair takes chains only, a dynamic tree."""
+def trees_for(target: LanguageModel, drafter: Drafter, verifier: Verifier) -> list[TreePolicy]:
+    """Return the tree policies to test: a chain and, unless the pair takes chains only, a dynamic tree.
+
+    Of a verifier that needs drawn trees: a drawn chain.
+    """
     depth = drafter.deepest(5)
+    if verifier.needs_q:
+        return [SampledTree((1,) * depth)]
     chains_only = target.chains_only or drafter.chains_only
     return [Chain(depth)] if chains_only else [DynamicTree(4, depth), Chain(depth)]
 
@@ -103,22 +108,33 @@ def prove(
     draws: int,
     seed: int = 0,
     self_test: bool = False,
+    verifier: str | None = None,
+    tree: TreePolicy | None = None,
 ) -> Proof:
     """Run all tests. prompts: token ids; draws: of three tokens, for each rule, tree and sampling.
 
     self_test: break the rules (`OneInAThousand`), to see that the proof finds it.
+    verifier, tree: the only rule and the only tree that are tested. Raises ValueError if the rule does not take the
+    tree.
     """
 
     def rule(name: str) -> Verifier:
         verifier = make_verifier(name)
         return OneInAThousand(verifier) if self_test else verifier
 
-    names = [name for name in VERIFIERS if make_verifier(name).lossless]
-    cases = [(name, tree) for name in names for tree in LAW_TREES if fits(make_verifier(name), tree)]
-    pairs = [(name, tree) for name, drafter in drafters.items() for tree in trees_for(target, drafter)]
+    names = [verifier] if verifier else [name for name in VERIFIERS if make_verifier(name).lossless]
+    trees = [tree] if tree else LAW_TREES
+    cases = [(name, tree) for name in names for tree in trees if fits(make_verifier(name), tree)]
+    if not cases:
+        raise ValueError(f"the verifier {verifier} does not take the tree {tree}: give another tree")
+    decoding = rule(verifier or "match")
+    chosen = {name: [tree] if tree else trees_for(target, drafter, decoding) for name, drafter in drafters.items()}
+    pairs = [(name, one) for name, few in chosen.items() for one in few if fits(decoding, one)]
+    texts = list(product(pairs, TEXTS)) if decoding.couples else []
     proof = Proof()
-    enumerated = () if self_test else SAMPLINGS  # a rule with chances of its own has no law to enumerate
-    with tqdm(total=2 + 4 * len(pairs) + 2 * len(cases) + len(enumerated), desc="proving", leave=False) as bar:
+    enumerated = SAMPLINGS if "match" in names and not self_test else ()  # other chances have no law to enumerate
+    count = 2 + len(texts) + len(pairs) + 2 * len(cases) + len(enumerated)
+    with tqdm(total=count, desc="proving", leave=False) as bar:
 
         def add(results: list, found: object, **labels: str) -> None:
             results.append((labels, found))
@@ -127,18 +143,18 @@ def prove(
         for how, together in (("all rows together", True), ("one row at a time", False)):
             add(proof.rollback, prove_rollback(target, prompts[:3], together=together, seed=seed), rows=how)
         provers = {how: EqualityProver(target, prompts, max_new_tokens, TEXTS[how], seed) for how in TEXTS}
-        for (name, tree), how in product(pairs, TEXTS):
-            found = provers[how].prove(drafters[name], tree, rule("match"))
-            add(proof.equal, found, drafter=name, tree=describe(tree), sampling=how)
-        for (name, tree), how in product(cases, SAMPLINGS):
-            law = prove_law(tree, rule(name), SAMPLINGS[how], draws)
-            add(proof.laws, law, rule=name, tree=describe(tree), sampling=how)
+        for (name, one), how in texts:
+            found = provers[how].prove(drafters[name], one, rule(verifier or "match"))
+            add(proof.equal, found, drafter=name, tree=describe(one), sampling=how)
+        for (name, one), how in product(cases, SAMPLINGS):
+            law = prove_law(one, rule(name), SAMPLINGS[how], draws)
+            add(proof.laws, law, rule=name, tree=describe(one), sampling=how)
         for how in enumerated:
             add(proof.exact, exact_distance(rule("match"), SAMPLINGS[how]), rule="match", sampling=how)
-        for name, tree in pairs:
-            engine = Engine(target, drafters[name], tree, rule("match"))
+        for name, one in pairs:
+            engine = Engine(target, drafters[name], one, rule(verifier or "match"))
             sampled = prove_sampled(engine, prompts, NUCLEUS, max_new_tokens, seed)
-            add(proof.sampled, sampled, drafter=name, tree=describe(tree))
+            add(proof.sampled, sampled, drafter=name, tree=describe(one))
     return proof
 
 

@@ -31,6 +31,7 @@ from specdec.model.loader import load_texts
 from specdec.model.names import bundled_drafts, called
 from specdec.remote import Completion, Remote, in_order
 from specdec.text import encode_prompt, read_prompts
+from specdec.trees.spec import parse_tree
 
 PROMPTS = ["What are the benefits of regular exercise?", "Write a short story about a dragon.", "What is a tree?"]
 TOP = 5  # most likely tokens that a server is asked for
@@ -207,7 +208,8 @@ def run(args: argparse.Namespace) -> None:
     drafts: dict[str, Any] = named(args.draft or [*bundled_drafts(args.target), "ngram", "ngram:suffix"])
     drafters = {name: load_drafter(draft, target) for name, draft in drafts.items()}
     prompts = prompts_of(target, args)
-    how = {name: getattr(args, name) for name in ("max_new_tokens", "draws", "seed", "self_test")}
+    how = {name: getattr(args, name) for name in ("max_new_tokens", "draws", "seed", "self_test", "verifier")}
+    how["tree"] = parse_tree(args.tree) if args.tree else None
     proof = local.prove(target, drafters, prompts, **how)
     model = f"Target {called(target.name)}, {str(target.dtype).removeprefix('torch.')}"
     text = local.markdown(proof, f"{model}; prompts: {len(prompts)}; tokens: {args.max_new_tokens}; seed: {args.seed}.")

@@ -18,54 +18,30 @@ from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
 from specdec.contracts import Features
-from specdec.drafters.block_layers import BlockForward
 from specdec.drafters.conditional import ConditionalHead
 from specdec.drafters.layers import SumHead
-from specdec.model.attention import NoCache, document_mask, document_positions
+from specdec.model.attention import Attend, NoCache, document_mask, document_positions
 from specdec.model.layers import LinearMap, unfreeze
 
 PIECE = 64  # anchors at once
 
 
-@dataclass
-class BlockContext:
-    """A text as the context of its blocks."""
+def attend_blocks(context: tuple[Tensor, Tensor], seen: Tensor, own: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention [B,A*rows,heads*Dh] of A blocks of a layer over their context and over themselves.
 
-    keys: list[tuple[Tensor, Tensor]]  # keys and values [B,T,K,Dh] of each layer
-    documents: Tensor  # [B,T]
-    positions: Tensor  # [B,T]
-
-    def seen(self, anchors: Tensor, how: BlockForward, sliding: bool) -> Tensor:
-        """[B,A,rows,T] bool: which rows the slots of the blocks after rows anchors [B,A] see."""
-        rows = torch.arange(self.documents.shape[1], device=anchors.device)
-        same = self.documents.gather(1, anchors)[..., None] == self.documents[:, None]
-        seen = (same & (rows <= anchors[..., None]))[:, :, None]
-        if not sliding or how.span is None:
-            return seen.expand(-1, -1, how.rows, -1)
-        ends = self.positions.gather(1, anchors)[..., None] + 1 + how.depths().to(anchors.device)  # [B,A,rows]
-        return seen & (self.positions[:, None, None] > ends[..., None] - how.span)
-
-
-class BlockAttend:
-    """Attention of A blocks of a layer over their context and over themselves. It is an `Attend`."""
-
-    def __init__(self, context: tuple[Tensor, Tensor], seen: Tensor, own: Tensor):
-        """context: keys and values [B,T,K,Dh]; seen [B,A,rows,T], own [rows,rows]: what slots see of both."""
-        self.context, blocks = context, seen.shape[:3]
-        self.bias = torch.cat([seen, own.expand(*blocks, -1)], -1)[:, None, None]  # over heads
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return [B,A*rows,heads*Dh] for q [B,A*rows,heads,Dh] and k, v [B,A*rows,K,Dh]."""
-        _, _, _, a, rows, _ = self.bias.shape
-        shape, kv_heads, (keys, values) = q.shape, k.shape[2], self.context
-        q = q.view(len(q), a, rows, kv_heads, -1, shape[-1]) * shape[-1] ** -0.5
-        k, v = (x.view(len(x), a, rows, kv_heads, -1) for x in (k, v))
-        past = torch.einsum("barkgd,bskd->bkgars", q, keys)
-        own = torch.einsum("barkgd,bamkd->bkgarm", q, k)
-        scores = torch.cat([past, own], -1).float().masked_fill(~self.bias, -torch.inf)
-        past, own = scores.softmax(-1).to(v.dtype).split([keys.shape[1], rows], -1)
-        out = torch.einsum("bkgars,bskd->barkgd", past, values) + torch.einsum("bkgarm,bamkd->barkgd", own, v)
-        return out.reshape(*shape[:2], -1)
+    context: keys and values [B,T,K,Dh]; seen [B,A,rows,T], own [rows,rows] bool: what slots see of both. q
+    [B,A*rows,heads,Dh], k, v [B,A*rows,K,Dh]: as of an `Attend`.
+    """
+    _, a, rows, _ = seen.shape
+    shape, kv_heads, (keys, values) = q.shape, k.shape[2], context
+    q = q.view(len(q), a, rows, kv_heads, -1, shape[-1]) * shape[-1] ** -0.5
+    k, v = (x.view(len(x), a, rows, kv_heads, -1) for x in (k, v))
+    scores = [torch.einsum("barkgd,bskd->bkgars", q, keys), torch.einsum("barkgd,bamkd->bkgarm", q, k)]
+    visible = torch.cat([seen, own.expand(*seen.shape[:3], -1)], -1)[:, None, None]  # over heads
+    weights = torch.cat(scores, -1).float().masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype)
+    past, within = weights.split([keys.shape[1], rows], -1)
+    out = torch.einsum("bkgars,bskd->barkgd", past, values) + torch.einsum("bkgarm,bamkd->barkgd", within, v)
+    return out.reshape(*shape[:2], -1)
 
 
 @dataclass
@@ -116,7 +92,7 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     drafter.rope.reserve(tokens.shape[1] + drafter.switches.rows, drafter.fc.weight)
     rope, fused = drafter.rope(positions), drafter.fuse(feats)
     keys = [layer.attention.context(fused, rope) for layer in drafter.layers]
-    piece = partial(_block_piece, drafter, BlockContext(keys, documents, positions), tokens)
+    piece = partial(_block_piece, drafter, keys, documents, positions, tokens)
     if drafter.recompute:
         piece = partial(checkpoint, piece, use_reentrant=False, preserve_rng_state=False)
     visible = torch.ones_like(anchors) if visible is None else visible
@@ -124,19 +100,32 @@ def slots_behind(drafter, feats: Tensor, tokens: Tensor, anchors: Tensor, visibl
     return torch.cat([piece(*part) for part in parts], 1)
 
 
-def _block_piece(drafter, context: BlockContext, tokens: Tensor, anchors: Tensor, visible: Tensor) -> Tensor:
-    how, a = drafter.switches, anchors.shape[1]
-    rows = torch.arange(how.rows, device=anchors.device)
+def _block_piece(
+    drafter, keys: list, documents: Tensor, positions: Tensor, tokens: Tensor, anchors: Tensor, visible: Tensor
+) -> Tensor:
+    """`slots_behind` for some of the anchors. keys: keys and values [B,T,K,Dh] of the texts in each layer."""
+    how, rows = drafter.switches, torch.arange(drafter.switches.rows, device=anchors.device)
     texts = tokens.gather(1, (anchors[..., None] + rows).clamp(max=tokens.shape[1] - 1).flatten(1))
     ids = torch.where(rows < visible[..., None], texts.view(*anchors.shape, -1), how.mask_token)
-    places = context.positions.gather(1, anchors)[..., None] + torch.arange(1, 1 + how.rows, device=anchors.device)
     hidden = F.embedding(ids.flatten(1), drafter.embedding).to(drafter.fc.weight)  # the target's may be narrower
-    rope = drafter.rope(places.flatten(1))
-    seen = {sliding: context.seen(anchors, how, sliding) for sliding in set(drafter.sliding)}
-    own = {sliding: how.seen(sliding).to(anchors.device) for sliding in seen}
-    for layer, text_keys, sliding in zip(drafter.layers, context.keys, drafter.sliding, strict=True):
-        hidden = layer(hidden, rope, BlockAttend(text_keys, seen[sliding], own[sliding]))
-    return drafter.norm(hidden).unflatten(1, (a, how.rows))[:, :, how.unused :]
+    first = positions.gather(1, anchors)[..., None] + 1
+    rope = drafter.rope((first + rows).flatten(1))
+    before = _text_before(documents, anchors)[:, :, None].expand(-1, -1, how.rows, -1)
+    views = {}
+    for sliding in set(drafter.sliding):
+        text = before
+        if sliding:
+            text = before & (positions[:, None, None] > (first + drafter.depths)[..., None] - how.span)
+        views[sliding] = text, how.seen(sliding).to(anchors.device)
+    for layer, text_keys, sliding in zip(drafter.layers, keys, drafter.sliding, strict=True):
+        hidden = layer(hidden, rope, partial(attend_blocks, text_keys, *views[sliding]))
+    return drafter.norm(hidden).unflatten(1, (-1, how.rows))[:, :, how.unused :]
+
+
+def _text_before(documents: Tensor, anchors: Tensor) -> Tensor:
+    """[B,A,T] bool: the rows of each text up to its rows `anchors` [B,A], of their documents; none for an anchor -1."""
+    same = documents.gather(1, anchors.clamp(min=0))[..., None] == documents[:, None]
+    return same & (torch.arange(documents.shape[1], device=anchors.device) <= anchors[..., None])
 
 
 class TextView(NoCache):
@@ -159,9 +148,10 @@ class ChainView:
     def __init__(self, text_keys: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
         """Take which rows of its text each chain sees, `seen` bool [B,A,T]."""
         own = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-        self.attends = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in text_keys]
+        seen = seen[:, :, None].expand(-1, -1, length, -1)
+        self.attends = [partial(attend_blocks, keys, seen, own) for keys in text_keys]
 
-    def layer(self, index: int) -> BlockAttend:
+    def layer(self, index: int) -> Attend:
         """Return the attention of the chains in layer `index`."""
         return self.attends[index]
 
@@ -198,11 +188,8 @@ def _chain_piece(
     drafter, text_keys: list, documents: Tensor, positions: Tensor, masked: Tensor, anchors: Tensor, length: int
 ) -> Tensor:
     """Return the output [B,A,length,H] of chains of mask rows `masked` [B,A,E] after `anchors` [B,A]."""
-    here, rows = anchors.clamp(min=0), torch.arange(documents.shape[1], device=anchors.device)
-    same = documents.gather(1, here)[..., None] == documents[:, None]
-    seen = same & (rows <= anchors[..., None])
-    ends = torch.where(anchors < 0, -1, positions.gather(1, here))  # with nothing before it a chain begins the text
+    ends = torch.where(anchors < 0, -1, positions.gather(1, anchors.clamp(min=0)))  # -1: nothing is before the chain
     places = ends[..., None] + 1 + torch.arange(length, device=anchors.device)
     rows = masked[:, :, None].expand(-1, -1, length, -1).flatten(1, 2)
-    out = drafter.run(rows, places.flatten(1), ChainView(text_keys, seen, length))
+    out = drafter.run(rows, places.flatten(1), ChainView(text_keys, _text_before(documents, anchors), length))
     return out.unflatten(1, (-1, length))

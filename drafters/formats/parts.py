@@ -11,9 +11,9 @@ from specdec.drafters.layers import DraftShape
 from specdec.drafters.mtp import MoE
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs.base import read_rope, rope_fields
-from specdec.model.checkpoint import StrictFill, fused, whole
+from specdec.model.checkpoint import StrictFill, whole
 from specdec.model.config_fields import DIAGNOSED, check_config, head_shape
-from specdec.model.layers import GatedMLP
+from specdec.model.loader import attention_parameters, mlp_parameters
 from specdec.model.rope import Rope
 
 BLOCK = 8  # how many tokens PARD's authors train, and the default of speculators
@@ -21,27 +21,9 @@ BLOCK = 8  # how many tokens PARD's authors train, and the default of speculator
 
 def layer_parameters(layer: Any, prefix: str) -> dict[str, Tensor]:
     """The tensors of a draft layer (`attention`, `post_norm`, `mlp`) by their Hugging Face names."""
-    attention = layer.attention
-    q = attention.heads * attention.head_dim * (2 if attention.gate else 1)
-    kv = attention.kv_heads * attention.head_dim
-    out = (
-        fused(attention.qkv, [f"{prefix}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
-        | whole(attention.o, f"{prefix}.self_attn.o_proj")
-        | whole(layer.post_norm, f"{prefix}.post_attention_layernorm")
-        | (moe_parameters if isinstance(layer.mlp, MoE) else mlp_parameters)(layer.mlp, f"{prefix}.mlp")
-    )
-    if attention.q_norm is not None:
-        out |= whole(attention.q_norm, f"{prefix}.self_attn.q_norm")
-        out |= whole(attention.k_norm, f"{prefix}.self_attn.k_norm")
-    return out
-
-
-def mlp_parameters(mlp: GatedMLP, prefix: str) -> dict[str, Tensor]:
-    """The tensors of a gated MLP."""
-    width = mlp.down.in_features
-    return fused(mlp.gate_up, [f"{prefix}.gate_proj", f"{prefix}.up_proj"], [width] * 2) | whole(
-        mlp.down, f"{prefix}.down_proj"
-    )
+    out = attention_parameters(layer.attention, f"{prefix}.self_attn")
+    out |= whole(layer.post_norm, f"{prefix}.post_attention_layernorm")
+    return out | (moe_parameters if isinstance(layer.mlp, MoE) else mlp_parameters)(layer.mlp, f"{prefix}.mlp")
 
 
 def moe_parameters(moe: MoE, prefix: str) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.model.archs import ModelConfig, NotNative, is_wrapped, read_config, set_aside, text_config, text_name
+from specdec.model.attention import Attention
 from specdec.model.checkpoint import (
     StrictFill,
     check_device,
@@ -24,6 +25,7 @@ from specdec.model.checkpoint import (
 )
 from specdec.model.config_fields import check_config, ends_of, note_generation, read_eos
 from specdec.model.language_model import LanguageModel
+from specdec.model.layers import GatedMLP
 from specdec.model.names import resolve
 from specdec.model.target import SandwichBlock, Target
 from specdec.model.weight_files import read_json
@@ -47,12 +49,7 @@ def target_parameters(target: Target) -> dict[str, Tensor]:
         out |= whole(target.head, "lm_head")
     for i, block in enumerate(target.blocks):
         at = f"model.layers.{i}"
-        attention, mlp = block.attention, block.mlp
-        q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
-        out |= fused(attention.qkv, [f"{at}.self_attn.{x}_proj" for x in "qkv"], [q, kv, kv])
-        out |= whole(attention.o, f"{at}.self_attn.o_proj")
-        if attention.q_norm is not None and attention.k_norm is not None:
-            out |= whole(attention.q_norm, f"{at}.self_attn.q_norm") | whole(attention.k_norm, f"{at}.self_attn.k_norm")
+        out |= attention_parameters(block.attention, f"{at}.self_attn") | mlp_parameters(block.mlp, f"{at}.mlp")
         out |= whole(block.input_norm, f"{at}.input_layernorm")
         if isinstance(block, SandwichBlock):
             out |= whole(block.attention_norm, f"{at}.post_attention_layernorm")
@@ -60,9 +57,23 @@ def target_parameters(target: Target) -> dict[str, Tensor]:
             out |= whole(block.mlp_norm, f"{at}.post_feedforward_layernorm")
         else:
             out |= whole(block.post_norm, f"{at}.post_attention_layernorm")
-        out |= fused(mlp.gate_up, [f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj"], [mlp.down.in_features] * 2)
-        out |= whole(mlp.down, f"{at}.mlp.down_proj")
     return out
+
+
+def attention_parameters(attention: Attention, at: str) -> dict[str, Tensor]:
+    """Map the tensor names of an attention in the Llama layout, after the prefix `at`, to their rows in it."""
+    q, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    out = fused(attention.qkv, [f"{at}.{x}_proj" for x in "qkv"], [2 * q if attention.gate else q, kv, kv])
+    out |= whole(attention.o, f"{at}.o_proj")
+    if attention.q_norm is not None and attention.k_norm is not None:
+        out |= whole(attention.q_norm, f"{at}.q_norm") | whole(attention.k_norm, f"{at}.k_norm")
+    return out
+
+
+def mlp_parameters(mlp: GatedMLP, at: str) -> dict[str, Tensor]:
+    """Map the tensor names of a gated MLP in the Llama layout, after the prefix `at`, to their rows in it."""
+    gate_up = fused(mlp.gate_up, [f"{at}.gate_proj", f"{at}.up_proj"], [mlp.down.in_features] * 2)
+    return gate_up | whole(mlp.down, f"{at}.down_proj")
 
 
 @named_arguments

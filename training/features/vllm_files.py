@@ -177,13 +177,10 @@ class VllmStates:
         It does not if the files are of another target, or if their last state is not the last layer's.
         """
         labelled = [file for file in files if file.next_token is not None][:32]
-        wrong = []
+        wrong, target = [], cast(Target, self.target)
         for file in labelled:
-            last = self._hidden(file, len(file.ids), (self.target.config.layers,))[-1]
-            if (
-                file.next_token
-                not in cast(Target, self.target).logits(last).float().topk(LIKELIEST).indices[0].tolist()
-            ):
+            last = self._hidden(file, len(file.ids), (target.config.layers,))[-1]
+            if file.next_token not in target.logits(last).float().topk(LIKELIEST).indices[0].tolist():
                 wrong.append(file)
         if 2 * len(wrong) > len(labelled):
             raise ValueError(

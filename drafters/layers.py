@@ -14,6 +14,7 @@ from typing_extensions import override
 from specdec.contracts import Drafter, DraftState, Features
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import ModelConfig
+from specdec.model.archs.base import rope_fields
 from specdec.model.attention import Attend, Attention
 from specdec.model.cache import KVCache, cache_bytes
 from specdec.model.layers import GatedMLP, LinearMap, RMSNorm, check_heads, freeze
@@ -59,6 +60,24 @@ def shape_like(
         rope=config.rope if rope_theta is None else Rope(rope_theta),
         context=config.context,
     )
+
+
+def shape_fields(shape: DraftShape) -> dict:
+    """The fields of a config.json that state the shape; `formats.parts.read_shape` reads them back."""
+    return {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "rms_norm_eps": shape.eps,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": False,
+        **rope_fields(shape.rope),
+    }
 
 
 def split_sizes(target, settings: Mapping[str, Any], **sizes) -> tuple[DraftShape, dict[str, Any]]:

@@ -17,11 +17,10 @@ from typing_extensions import override
 from specdec.contracts import DraftState, Features
 from specdec.drafters.dflash import default_taps
 from specdec.drafters.draft_model import load_model
-from specdec.drafters.layers import SharedHead, mask_row, shape_like
+from specdec.drafters.layers import SharedHead, mask_row, shape_fields, shape_like
 from specdec.drafters.parallel import ParallelDrafter
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.archs import read_config
-from specdec.model.archs.base import rope_fields
 from specdec.model.attention import CacheView, NoCache
 from specdec.model.language_model import LanguageModel
 from specdec.model.layers import Linear
@@ -173,23 +172,11 @@ def create(
 
 def fresh_config(target, layers: int, **sizes) -> dict:
     """The config.json of a Llama of the target's shape."""
-    shape = shape_like(target, **sizes)
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
+    config = {"architectures": ["LlamaForCausalLM"], **shape_fields(shape_like(target, **sizes))}
+    return config | {
         "num_hidden_layers": layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.eps,
-        "max_position_embeddings": shape.context,
         "vocab_size": target.vocab,
-        "tie_word_embeddings": False,
         "eos_token_id": sorted(target.eos) or None,
-        **rope_fields(shape.rope),
     }
 
 

@@ -22,8 +22,9 @@ from specdec.drafters.formats.base import Layout, TargetFacts, Tensors, needed, 
 from specdec.drafters.formats.dflash import MARKOV, BlockMeaning, meaning_of, outputs
 from specdec.drafters.formats.eagle3_layout import check_list
 from specdec.drafters.formats.maps import NO_HEAD, with_head, with_membership
-from specdec.drafters.formats.parts import dtype_name, shape_fields
+from specdec.drafters.formats.parts import dtype_name
 from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
+from specdec.drafters.layers import shape_fields
 
 PROJECTORS = (None, "dflash", "dspark", "domino")  # of those that SpecForge has
 ARCHITECTURES = {"dflash": "DFlashDraftModel", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}

@@ -29,10 +29,9 @@ from specdec.drafters.formats.parts import (
     number,
     read_shape,
     renamed,
-    shape_fields,
 )
 from specdec.drafters.formats.speculators import kind_of, nested_config, speculators_fields
-from specdec.drafters.layers import DraftShape
+from specdec.drafters.layers import DraftShape, shape_fields
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole
 

@@ -19,7 +19,8 @@ from specdec.drafters.eagle3 import Eagle3Forward
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import PROJECTIONS, Eagle3Meaning, ascending
 from specdec.drafters.formats.maps import NO_HEAD, with_membership
-from specdec.drafters.formats.parts import dtype_name, number, read_shape, renamed, shape_fields
+from specdec.drafters.formats.parts import dtype_name, number, read_shape, renamed
+from specdec.drafters.layers import shape_fields
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 PREFIX = "eagle_module."

@@ -19,9 +19,8 @@ from specdec.drafters.formats.parts import (
     layer_parameters,
     number,
     read_shape,
-    shape_fields,
 )
-from specdec.drafters.layers import DraftShape
+from specdec.drafters.layers import DraftShape, shape_fields
 from specdec.drafters.mtp import Experts, Mtp, MtpForward
 from specdec.drafters.vocab import DraftVocab
 from specdec.model.checkpoint import whole

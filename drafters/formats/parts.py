@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.drafters.layers import DraftShape
 from specdec.drafters.mtp import MoE
 from specdec.drafters.vocab import DraftVocab
-from specdec.model.archs.base import read_rope, rope_fields
+from specdec.model.archs.base import read_rope
 from specdec.model.checkpoint import StrictFill, whole
 from specdec.model.config_fields import DIAGNOSED, check_config, head_shape
 from specdec.model.loader import attention_parameters, mlp_parameters
@@ -96,24 +96,6 @@ def number(config: dict, name: str, where: str) -> int:
     if not isinstance(config.get(name), int):
         raise ValueError(f"{where}: config.json lacks the number {name}")
     return config[name]
-
-
-def shape_fields(shape: DraftShape) -> dict:
-    """The config fields that `read_shape` reads back."""
-    return {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "rms_norm_eps": shape.eps,
-        "max_position_embeddings": shape.context,
-        "tie_word_embeddings": False,
-        **rope_fields(shape.rope),
-    }
 
 
 def renamed(tensors: dict[str, Tensor], old: str, new: str) -> dict[str, Tensor]:

@@ -16,7 +16,8 @@ from specdec.drafters.formats import eagle3, eagle3_layout
 from specdec.drafters.formats.base import Layout, TargetFacts, Tensors
 from specdec.drafters.formats.eagle3 import Eagle3Meaning
 from specdec.drafters.formats.maps import NO_HEAD, with_membership
-from specdec.drafters.formats.parts import dtype_name, renamed, shape_fields
+from specdec.drafters.formats.parts import dtype_name, renamed
+from specdec.drafters.layers import shape_fields
 from specdec.model.names import public_name
 
 OUTPUT_BIAS = "midlayer.self_attn.o_proj.bias"

@@ -8,6 +8,7 @@ of, for all places at once. The tokens that followed the matches are the candida
 
 import math
 from functools import cached_property
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -168,16 +169,12 @@ class NGram(Drafter):
         text [n] has the match lengths [n-1] at the places that a token follows. numpy computes here what operators do
         elsewhere, in a fraction of their time: a row has a few matches, and not one for each place and token.
         """
-        ids: list[int] = []
-        logq, total = [], 0.0
-        for step in range(steps):
-            if step:
-                lengths = longer(text, lengths, int(self._ids[0][ids[-1]]))
-            winner, logp = self._winner(text, lengths)
-            total += logp
-            ids.append(winner)
-            logq.append(total)
-        return ids, logq
+        winners = [self._winner(text, lengths)]
+        while len(winners) < steps:
+            lengths = longer(text, lengths, int(self._ids[0][winners[-1][0]]))
+            winners.append(self._winner(text, lengths))
+        ids, logp = zip(*winners, strict=True)
+        return list(ids), list(accumulate(logp))
 
     @cached_property
     def _ids(self) -> tuple[Array, Array]:

@@ -20,32 +20,28 @@ from typing_extensions import override
 from specdec.contracts import Features
 from specdec.drafters.conditional import ConditionalHead
 from specdec.drafters.layers import SumHead
-from specdec.model.attention import NoCache, document_mask, document_positions
+from specdec.model.attention import Attend, NoCache, document_mask, document_positions
 from specdec.model.layers import LinearMap, unfreeze
 
 PIECE = 64  # anchors at once
 
 
-class BlockAttend:
-    """Attention of A blocks of a layer over their context and over themselves. It is an `Attend`."""
+def attend_blocks(context: tuple[Tensor, Tensor], seen: Tensor, own: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention [B,A*rows,heads*Dh] of A blocks of a layer over their context and over themselves.
 
-    def __init__(self, context: tuple[Tensor, Tensor], seen: Tensor, own: Tensor):
-        """context: keys and values [B,T,K,Dh]; seen [B,A,rows,T], own [rows,rows]: what slots see of both."""
-        self.context, blocks = context, seen.shape[:3]
-        self.bias = torch.cat([seen, own.expand(*blocks, -1)], -1)[:, None, None]  # over heads
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return [B,A*rows,heads*Dh] for q [B,A*rows,heads,Dh] and k, v [B,A*rows,K,Dh]."""
-        _, _, _, a, rows, _ = self.bias.shape
-        shape, kv_heads, (keys, values) = q.shape, k.shape[2], self.context
-        q = q.view(len(q), a, rows, kv_heads, -1, shape[-1]) * shape[-1] ** -0.5
-        k, v = (x.view(len(x), a, rows, kv_heads, -1) for x in (k, v))
-        past = torch.einsum("barkgd,bskd->bkgars", q, keys)
-        own = torch.einsum("barkgd,bamkd->bkgarm", q, k)
-        scores = torch.cat([past, own], -1).float().masked_fill(~self.bias, -torch.inf)
-        past, own = scores.softmax(-1).to(v.dtype).split([keys.shape[1], rows], -1)
-        out = torch.einsum("bkgars,bskd->barkgd", past, values) + torch.einsum("bkgarm,bamkd->barkgd", own, v)
-        return out.reshape(*shape[:2], -1)
+    context: keys and values [B,T,K,Dh]; seen [B,A,rows,T], own [rows,rows] bool: what slots see of both. q
+    [B,A*rows,heads,Dh], k, v [B,A*rows,K,Dh]: as of an `Attend`.
+    """
+    _, a, rows, _ = seen.shape
+    shape, kv_heads, (keys, values) = q.shape, k.shape[2], context
+    q = q.view(len(q), a, rows, kv_heads, -1, shape[-1]) * shape[-1] ** -0.5
+    k, v = (x.view(len(x), a, rows, kv_heads, -1) for x in (k, v))
+    scores = [torch.einsum("barkgd,bskd->bkgars", q, keys), torch.einsum("barkgd,bamkd->bkgarm", q, k)]
+    visible = torch.cat([seen, own.expand(*seen.shape[:3], -1)], -1)[:, None, None]  # over heads
+    weights = torch.cat(scores, -1).float().masked_fill(~visible, -torch.inf).softmax(-1).to(v.dtype)
+    past, within = weights.split([keys.shape[1], rows], -1)
+    out = torch.einsum("bkgars,bskd->barkgd", past, values) + torch.einsum("bkgarm,bamkd->barkgd", within, v)
+    return out.reshape(*shape[:2], -1)
 
 
 @dataclass
@@ -114,13 +110,15 @@ def _block_piece(
     hidden = F.embedding(ids.flatten(1), drafter.embedding).to(drafter.fc.weight)  # the target's may be narrower
     first = positions.gather(1, anchors)[..., None] + 1
     rope = drafter.rope((first + rows).flatten(1))
-    seen = _text_before(documents, anchors)[:, :, None].expand(-1, -1, how.rows, -1)
-    views = {False: (seen, drafter.seen), True: (seen, drafter.seen_sliding)}
-    if any(how.sliding):
-        near = positions[:, None, None] > (first + drafter.depths)[..., None] - how.span
-        views[True] = seen & near, drafter.seen_sliding
+    before = _text_before(documents, anchors)[:, :, None].expand(-1, -1, how.rows, -1)
+    views = {}
+    for sliding in set(drafter.sliding):
+        text = before
+        if sliding:
+            text = before & (positions[:, None, None] > (first + drafter.depths)[..., None] - how.span)
+        views[sliding] = text, how.seen(sliding).to(anchors.device)
     for layer, text_keys, sliding in zip(drafter.layers, keys, drafter.sliding, strict=True):
-        hidden = layer(hidden, rope, BlockAttend(text_keys, *views[sliding]))
+        hidden = layer(hidden, rope, partial(attend_blocks, text_keys, *views[sliding]))
     return drafter.norm(hidden).unflatten(1, (-1, how.rows))[:, :, how.unused :]
 
 
@@ -150,9 +148,10 @@ class ChainView:
     def __init__(self, text_keys: list[tuple[Tensor, Tensor]], seen: Tensor, length: int):
         """Take which rows of its text each chain sees, `seen` bool [B,A,T]."""
         own = torch.ones(length, length, dtype=torch.bool, device=seen.device).tril()
-        self.attends = [BlockAttend(keys, seen[:, :, None].expand(-1, -1, length, -1), own) for keys in text_keys]
+        seen = seen[:, :, None].expand(-1, -1, length, -1)
+        self.attends = [partial(attend_blocks, keys, seen, own) for keys in text_keys]
 
-    def layer(self, index: int) -> BlockAttend:
+    def layer(self, index: int) -> Attend:
         """Return the attention of the chains in layer `index`."""
         return self.attends[index]
 

@@ -26,18 +26,15 @@ from specdec.training.loop.checkpoint import save_state
 
 def counts_of(target, data: list[Path], text: list[Path]) -> torch.Tensor:
     """[V]: how often each token occurs in an answer of `data` or anywhere in `text`. target: as of `load_texts`."""
-    vocab = target.vocab
-    counts = torch.zeros(vocab, dtype=torch.int64)
     records, tally = itertools.chain.from_iterable(map(read_records, data)), Tally()
-    counts += count_tokens(
-        read_samples(records, target, max_length=target.config.context, too_long="cut", tally=tally), vocab
-    )
+    samples = read_samples(records, target, max_length=target.config.context, too_long="cut", tally=tally)
+    counts = count_tokens(samples, target.vocab)
     tally.report()
     for path in text:
         with open_text(path, "text") as file:
             for piece in pieces_of(file):
                 ids = target.tokenizer(piece, add_special_tokens=False)["input_ids"]
-                counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab)
+                counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=target.vocab)
     return counts
 
 
@@ -66,6 +63,5 @@ def run(args: argparse.Namespace) -> None:
     ids = most_frequent(counts, args.size, target.eos)
     write(ids, args.out)
     share = counts[ids].sum().item() / counts.sum().clamp(min=1).item()
-    print(
-        json.dumps({"out": str(args.out), "tokens": int(counts.sum()), "size": len(ids), "coverage": round(share, 5)})
-    )
+    report = {"out": str(args.out), "tokens": int(counts.sum()), "size": len(ids), "coverage": round(share, 5)}
+    print(json.dumps(report))

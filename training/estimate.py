@@ -13,7 +13,7 @@ import math
 import sys
 
 from omegaconf import DictConfig
-from rich.table import Table
+from rich.table import Column, Table
 
 from specdec import ranks
 from specdec.cli.terminal import console
@@ -126,9 +126,8 @@ def span(seconds: float | None) -> str:
 
 def print_report(report: dict) -> None:
     """Print a report as a table."""
-    table = Table(title="before anything starts", title_justify="left")
-    for column in ("", "value", "known from"):
-        table.add_column(column, justify="right" if column == "value" else "left")
+    columns = "", Column("value", justify="right"), "known from"
+    table = Table(*columns, title="before anything starts", title_justify="left")
     rows = [
         ("conversations", f"{report['conversations']:,}", "counted"),
         ("tokens an epoch, padded / learnt", f"{report['epoch_tokens']:,} / {report['learnt_tokens']:,}", "counted"),

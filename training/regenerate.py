@@ -201,16 +201,14 @@ def regenerate(
     engine: Any = Engine(target) if server is None else None
 
     def turn(ids: list[list[int]], numbers: list[int]) -> list[Answer]:
+        decode = partial(target.tokenizer.decode, skip_special_tokens=True)
         if server is None:
             seeds = [(seed, number) for number in numbers]
             found = engine.generate(ids, max_new_tokens=max_new_tokens, sampling=sampling, seed=seeds).rows
-            said = [("", row.tokens, REASONS.get(row.finish, row.finish)) for row in found]
-        else:
-            one = server.complete(ids[0], max_new_tokens, sampling, seed_of(seed, numbers[0]))
-            server.check_ids(one, target.vocab)
-            said = [(one.text, one.tokens, one.finish or "")]
-        decode = partial(target.tokenizer.decode, skip_special_tokens=True)
-        return [Answer(text if tokens is None else decode(tokens), tokens, why) for text, tokens, why in said]
+            return [Answer(decode(row.tokens), row.tokens, REASONS.get(row.finish, row.finish)) for row in found]
+        one = server.complete(ids[0], max_new_tokens, sampling, seed_of(seed, numbers[0]))
+        server.check_ids(one, target.vocab)
+        return [Answer(one.text if one.tokens is None else decode(one.tokens), one.tokens, one.finish or "")]
 
     answered = partial(converse, turn=turn, target=target, day=day, shift=len(prompts))
     settings = _settings(target, server, max_new_tokens, sampling, batch_size, seed)

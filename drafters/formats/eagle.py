@@ -87,6 +87,7 @@ class EagleFamily(Family):
     @override
     def describe(self, meaning: EagleMeaning, tensors: Tensors) -> dict[str, str]:
         biases = [name for name, there in (("fc", meaning.fc_bias), ("q, k, v", meaning.qkv_bias)) if there]
+        other = ", not the file's" if EMBEDDING in tensors else ""
         return describe_shape(meaning.shape) | {
             "taps": "hidden_states[N], the last one, after the final norm",
             "fc input": "[embedding, hidden], the embedding first; no norms",
@@ -95,9 +96,7 @@ class EagleFamily(Family):
             "head": "the target's, without a norm before it",
             "biases": ", ".join(biases) or "none",
             "vocabulary": describe_ids(tensors, meaning.vocab),
-            "embedding": "its own"
-            if meaning.own_embedding
-            else "the target's" + (", not the file's" if EMBEDDING in tensors else ""),
+            "embedding": "its own" if meaning.own_embedding else f"the target's{other}",
         }
 
     @override

@@ -137,8 +137,7 @@ class Eagle3Family(Family):
     def faults(self, meaning: Eagle3Meaning, tensors: Tensors) -> list[str]:
         taps, width, out = meaning.taps, tensors["fc.weight"].shape[-1], shape_faults(meaning.shape)
         count = 3 if taps is None else len(taps)
-        if width != count * meaning.tap_width:
-            given = count * meaning.tap_width
+        if width != (given := count * meaning.tap_width):
             out.append(f"fc.weight takes {width} features, {count} taps of {meaning.tap_width} give {given}")
         if min(taps or (0,)) < 0:
             out.append(f"the taps {list(taps or ())} name a hidden state below 0")

@@ -108,8 +108,7 @@ def write_medusa(meaning: MedusaMeaning, tensors: Tensors, target: TargetFacts |
     config |= {"num_heads": shape.heads, "num_hidden_layers": shape.blocks, "medusa_fc_bias": True}
     if shape.own_heads:
         return config, tensors
-    head = target.part("head")
-    head = head.to(tensors["0.0.linear.weight"].dtype)
+    head = target.part("head").to(tensors["0.0.linear.weight"].dtype)
     return config | {"vocab_size": len(head)}, tensors | {SHARED_HEAD: head}
 
 

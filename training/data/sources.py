@@ -85,12 +85,10 @@ def read_records(
         raise ValueError(f"no such data file: {name}")
     for path in paths:
         records = _file(Path(path)) if path.endswith(FILES) else _dataset(path, split or "train", subset, streaming)
-        empty = True
-        for record in records:
-            empty = False
-            yield record
-        if empty:
+        if (first := next(records, None)) is None:
             raise ValueError(f"{path} is empty: it holds no record")
+        yield first
+        yield from records
 
 
 def _file(path: Path) -> Iterator[Record]:

@@ -223,7 +223,6 @@ class FeatureCache:
         feats[row, start : start + len(mask)] = _states(shard, "feats", slice(token, token + len(mask)))
         columns = torch.from_numpy(start + wanted(mask).nonzero()[0])
         rows = slice(position, position + len(columns))
-        names = set(shard.keys())
         if self.keep is not None:
             found = {name: shard.get_slice(name)[rows] for name in ("ids", "logp", "log_rest", "log_share", "choice")}
             mass = torch.cat([found["logp"].float(), found["log_rest"].float()], -1).logsumexp(-1, keepdim=True)
@@ -231,7 +230,7 @@ class FeatureCache:
             found["logp"], found["log_rest"] = found["logp"] - mass, found["log_rest"] - mass  # rounded when stored
             found["log_share"] = found["log_share"].float()
         else:
-            found = {"hidden": _states(shard, "hidden", rows)} if "hidden" in names else {}
+            found = {"hidden": _states(shard, "hidden", rows)} if "hidden" in shard.keys() else {}  # noqa: SIM118
         for name, values in found.items():
             if name not in columns_kept:
                 columns_kept[name] = values.new_zeros(*feats.shape[:2], *values.shape[1:])

@@ -16,7 +16,7 @@ from specdec.cli.commands import parse
 from specdec.drafters import ngram
 from specdec.engine import graphs
 from specdec.engine.compiled import build
-from specdec.engine.compiled.rounds import compiled_run
+from specdec.engine.compiled.rounds import recorded_graph, replay_of
 from specdec.model.target import Target
 from specdec.ops import linear as cpu_linear
 from specdec.ops import native
@@ -29,6 +29,11 @@ except ValueError:
     COMPILER = None
 HOW = {"prompts": [[3, 5, 7]], "max_new_tokens": 20, "eos": frozenset()}
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+def compiled_run(run, preserved, bounds, compile):
+    graph = recorded_graph(run, preserved, bounds)
+    return replay_of(graph, compile(graph))
 
 
 @needs_compiler

@@ -242,7 +242,6 @@ class Engine:
             room=max(row.room for row in rows),
             greedy=all(row.sampling.greedy for row in rows),
             penalised=any(row.sampling.penalised for row in rows),
-            # A plain function reads everything.
             reads=Reads.TOKENS if observer is None else getattr(observer, "reads", Reads.LOGITS),
         )
         self.generating = True

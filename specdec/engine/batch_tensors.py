@@ -13,6 +13,7 @@ from specdec.engine.round import Round, RoundSettings
 from specdec.engine.sequence import MOST_LIKELY, Masks, Sequence
 from specdec.model.cache import KVCache
 from specdec.sampling.filters import settings_of
+from specdec.sampling.noise import Noise
 from specdec.sampling.penalties import Penalties
 from specdec.structs import Sampling, SamplingBatch, Survivors
 
@@ -203,7 +204,7 @@ def settings_for(
     eos = [sorted(s.eos) + [-1] * (width - len(s.eos)) for s in sequences]
     return RoundSettings(
         sampling=sampling,
-        noise=round_.noise([s.seed for s in sequences]),
+        noise=Noise([s.seed for s in sequences], round_.hashes),
         clock=clock,
         eos=torch.tensor(eos, dtype=torch.int64, device=device).view(len(sequences), width),
         penalties=penalties,

@@ -16,7 +16,7 @@ from specdec.engine.graphs import make_graphs, widths_up_to
 from specdec.engine.loop import Loop
 from specdec.engine.memory import Request, check_memory
 from specdec.engine.prefill import ChunkedPrefill, Prefixes
-from specdec.engine.report import Clock, Observer, Reads, Result, RoundReport, reads_of
+from specdec.engine.report import Clock, Observer, Reads, Result, RoundReport
 from specdec.engine.round import Round
 from specdec.engine.sequence import Sequence, Stop, make_sequence, per_row, raise_failure
 from specdec.model.language_model import LanguageModel
@@ -244,7 +244,7 @@ class Engine:
             room=max(row.room for row in rows),
             greedy=all(row.sampling.greedy for row in rows),
             penalised=any(row.sampling.penalised for row in rows),
-            reads=reads_of(observer),
+            reads=Reads.TOKENS if observer is None else getattr(observer, "reads", Reads.LOGITS),
         )
         self.generating = True
         try:

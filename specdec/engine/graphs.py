@@ -18,7 +18,7 @@ from specdec.contracts import Drafter
 from specdec.engine.adaptive import Policy
 from specdec.engine.batch import Batch
 from specdec.engine.compiled.build import compile_now
-from specdec.engine.compiled.rounds import CompiledRounds, compiled_run
+from specdec.engine.compiled.rounds import CompiledRounds, recorded_graph, replay_of
 from specdec.engine.executor import STEP, Executor, restored
 from specdec.engine.report import Clock
 from specdec.engine.round import Round
@@ -75,7 +75,8 @@ class CudaGraphs:
         """Return the replay of a CUDA graph: see `Executor`."""
         with torch.cuda.device(self.device):
             if self.compiles:
-                run = compiled_run(run, preserved, [bound], compile_now)
+                recorded = recorded_graph(run, preserved, [bound])
+                run = replay_of(recorded, compile_now(recorded))
             # On the side stream, as torch requires before a capture. What the runs write into caches lies after the
             # committed slots, where it is void.
             with restored(preserved):

@@ -2,7 +2,6 @@
 
 import time
 from collections import abc, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import pairwise
@@ -117,13 +116,6 @@ class Observer:
     def __call__(self, report: RoundReport) -> None:
         """Receive the report of a step."""
         raise NotImplementedError
-
-
-def reads_of(observer: Observer | Callable[[RoundReport], None] | None) -> Reads:
-    """Return what an observer reads; None is no observer."""
-    if observer is None:
-        return Reads.TOKENS
-    return observer.reads if isinstance(observer, Observer) else Reads.LOGITS
 
 
 class Observers(Observer):

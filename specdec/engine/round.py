@@ -25,7 +25,7 @@ from specdec.model.language_model import LanguageModel
 from specdec.model.target import check_taps
 from specdec.ops.likely import logprobs_of, top
 from specdec.sampling.filters import sample
-from specdec.sampling.noise import Noise, RoundNoise, Seed, hashes_of
+from specdec.sampling.noise import Noise, RoundNoise, hashes_of
 from specdec.sampling.penalties import Penalties
 from specdec.structs import DraftTree, Sampling, SamplingBatch, Verifier
 
@@ -99,10 +99,6 @@ class Round:
     def hashes(self) -> Tensor:
         """Hashes [V] of the target's tokens, for `Noise`."""
         return hashes_of(torch.arange(self.target.vocab, device=self.target.device))
-
-    def noise(self, seeds: Sequence[Seed]) -> Noise:
-        """Return the noise of rows of these seeds."""
-        return Noise(seeds, self.hashes)
 
     @cached_property
     def cut_trees(self) -> list[TreePolicy]:

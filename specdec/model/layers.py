@@ -56,10 +56,6 @@ class Freezable(Copyable):
         """Bind the module once: later calls use the weights as they are in memory now."""
         self.frozen = self.bind()
 
-    def unfreeze(self) -> None:
-        """Bind the module at each call again."""
-        self.frozen = None
-
     def bind(self) -> Callable[..., Any]:
         """Return the computation as a plain function of the present weights."""
         raise NotImplementedError
@@ -91,7 +87,7 @@ def unfreeze(model: nn.Module) -> None:
     """Let every part of a model see its present weights at each call again."""
     for module in model.modules():
         if isinstance(module, Freezable):
-            module.unfreeze()
+            module.frozen = None
 
 
 def round_weights(drafter: nn.Module) -> None:

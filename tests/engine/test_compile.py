@@ -18,7 +18,7 @@ from specdec.drafters import ngram
 from specdec.engine import graphs
 from specdec.engine.compiled import build
 from specdec.engine.compiled.graph import record
-from specdec.engine.compiled.rounds import compiled_run
+from specdec.engine.compiled.rounds import recorded_graph, replay_of
 from specdec.model.target import Target
 from specdec.ops import linear as cpu_linear
 from specdec.ops import native
@@ -38,6 +38,11 @@ def test_a_round_that_reads_values_on_the_host_is_not_compiled(read):
     """Such as one of a user's tree. The graph would repeat in every round what the host has read in the first."""
     with pytest.raises(ValueError, match="a compiled round cannot read values of tensors on the host"):
         record(lambda bound: read(torch.ones(1) + bound), 8)
+
+
+def compiled_run(run, preserved, bounds, compile):
+    graph = recorded_graph(run, preserved, bounds)
+    return replay_of(graph, compile(graph))
 
 
 @needs_compiler

@@ -41,9 +41,9 @@ class CompiledRounds:
         """Return the compiled round, or one that stays eager until it is compiled: see `Executor`."""
         # Half the bound shows most. But of a window between the two only the longer one has a mask.
         bounds = [bound, max(bound // 2, 1), max(bound - 1, 1)]
-        if (workshop := self.workshop) is None:
-            return compiled_run(run, preserved, bounds, self.compile)
         graph = recorded_graph(run, preserved, bounds)
+        if (workshop := self.workshop) is None:
+            return replay_of(graph, self.compile(graph))
         library = build.library_path(graph)
         if compiled := build.load_if_present(library):
             return replay_of(graph, compiled)
@@ -76,22 +76,11 @@ class CompiledRounds:
         return build.load(library)
 
 
-def compiled_run(
-    run: Callable[[int], Any],
-    preserved: abc.Sequence[Tensor],
-    bounds: list[int],
-    compile: Callable[[RoundGraph], build.Compiled],
-) -> Callable[[int], Any]:
-    """Return `run`, compiled. preserved: as for `Executor.capture`.
+def recorded_graph(run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bounds: list[int]) -> RoundGraph:
+    """Return the graph of what `run` does. preserved: as for `Executor.capture`.
 
     bounds: the largest bound, or the only one, then further bounds. These show how the graph depends on the bound.
     """
-    graph = recorded_graph(run, preserved, bounds)
-    return replay_of(graph, compile(graph))
-
-
-def recorded_graph(run: Callable[[int], Any], preserved: abc.Sequence[Tensor], bounds: list[int]) -> RoundGraph:
-    """Return the graph of what `run` does. preserved, bounds: as for `compiled_run`."""
 
     def undone(bound: int) -> Record:
         with restored(preserved):

@@ -153,7 +153,7 @@ def small():
     trees = [f"{mine}:Mine", f"{mine}:small", str(file), "paths 0 1 0.0", "chain", "1/5/6", "2/2/4"]
     found = tiny_sweep(target, tmp_path / "sweep", max_new_tokens=4, probe=0)
     points = found.points([Draft.read("ngram")], trees, True, None)
-    found.run(points)
+    list(found.run(points))
     results, timings, _ = write_results(tmp_path / "sweep")
     names = [tree_name(r) for r in results[1:]]
     assert sorted(names) == sorted(["chain 5", "2/2/4", f"{mine}:small", f"{mine}:Mine", str(file)])

@@ -47,7 +47,7 @@ def read_configurations(known: dict[str, dict], chosen: Sequence[str]) -> list[C
             out.append(Configuration(name, **known[name]))
         except TypeError as error:
             raise ValueError(f"configurations.{name}: {str(error).removeprefix('Configuration.__init__() ')}") from None
-        check_fields(out[-1], f"configurations.{name}")
+        check_fields(out[-1], f"configurations.{name}.")
     return out
 
 

@@ -14,7 +14,7 @@ from specdec.engine.engine import Engine
 from specdec.lab.proof import prove_command
 from specdec.lab.proof.equality import EqualityProver, Mismatch
 from specdec.lab.proof.laws import chi_square, exact_distance, prove_law, prove_sampled
-from specdec.lab.proof.proof import OneInAThousand, Proof, verdict_line
+from specdec.lab.proof.proof import OneInAThousand, Proof, prove, verdict_line
 from specdec.lab.proof.rollback import prove_rollback
 from specdec.model.cache import KVCache
 from specdec.model.recurrent import BUDGET, RecurrentCache
@@ -130,6 +130,35 @@ def test_a_broken_cache_of_keys_is_found(monkeypatch):
     """One rejected draft too many is committed."""
     monkeypatch.setattr(KVCache, "commit", lambda cache, path, n, bound: cache.advance(n + 1, bound))
     assert prove_rollback(tiny_target(), OTHERS).states > 0
+
+
+OWN = """
+from specdec.verify import MultiRoundRejection, SampleAndMatch
+class Same(SampleAndMatch):
+    pass
+class Hot(SampleAndMatch):
+    def __call__(self, tree, logits, *others):
+        return super().__call__(tree, logits / 2, *others)
+class Drawn(MultiRoundRejection):
+    pass
+"""
+
+
+@pytest.mark.parametrize(("name", "sound"), [("Same", True), ("Hot", False), ("Drawn", True)])
+def test_a_rule_of_the_users_own(pair, tmp_path, name, sound):
+    target, drafter = pair
+    (tmp_path / "my.py").write_text(OWN)
+    rule, how = f"{tmp_path}/my.py:{name}", {"max_new_tokens": 8, "draws": 2000}
+    proof = prove(target, {"mine": drafter}, PROMPTS, verifier=rule, **how)
+    assert proof.sound == sound
+    assert {labels["rule"] for labels, _ in proof.laws} == {rule}
+    assert bool(proof.equal) == (name != "Drawn")  # its texts are others with the same seed
+    if name != "Drawn":
+        proof = prove(target, {"mine": drafter}, PROMPTS, verifier=rule, tree=Chain(2), **how)
+        assert {labels["tree"] for labels, _ in (*proof.equal, *proof.laws, *proof.sampled)} == {"chain 1/2/3"}
+    else:
+        with pytest.raises(ValueError, match="Drawn does not take the tree 1/2/3"):
+            prove(target, {"mine": drafter}, PROMPTS, verifier=rule, tree=Chain(2), **how)
 
 
 # The command

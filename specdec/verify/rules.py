@@ -135,11 +135,16 @@ class TwoThresholds(ChoosingRule):
         willing = (coins < total / self.threshold_acc) | (single >= self.threshold_single)
         first = ~(siblings & willing[:, None]).tril(-1).any(-1)
         winner = deepest(tree, willing & first)
-        whole, child = at(winner, p), tree.parents == winner[:, None]
+        return winner, self._bonus(tree, at(winner, p), winner)
+
+    @staticmethod
+    def _bonus(tree: DraftTree, p: Tensor, winner: Tensor) -> Tensor:
+        """Return p [B,V] without the tokens of winner's children, or p itself if they have all of it."""
+        child = tree.parents == winner[:, None]
         child[:, 0] = False
-        # Without the tokens of winner's children, unless they have all of it.
-        rest = whole * torch.ones_like(whole).scatter_reduce_(1, tree.tokens, (~child).to(whole), "amin")
-        return winner, torch.where(rest.sum(-1, keepdim=True) > 0, rest, whole)
+        others = torch.ones_like(p).scatter_reduce_(1, tree.tokens, (~child).to(p), "amin")
+        rest = p * others
+        return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 @dataclass(frozen=True)

@@ -183,9 +183,8 @@ class Transformers(Contender):
         seconds = time.perf_counter() - start
         first, *steps = (taken for _, taken in clock.intervals())
         layers = next(out[name] for name in CACHES if name in out).layers
-        held = [
-            getattr(layer, name, None) for layer in layers for name in ("keys", "values")
-        ]  # recurrent ones have none
+        # Recurrent layers have neither.
+        held = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
         cache_bytes = sum(x.nbytes for x in held if x is not None)
         return TimedRun(out.sequences[0, len(prompt) :].tolist(), seconds, first, steps, cache_bytes)
 

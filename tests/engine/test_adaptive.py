@@ -327,22 +327,22 @@ def test_a_plain_round_asks_no_drafter_for_proposals(target, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("kept", "message"),
+    ("nodes", "message"),
     [
         ([[1, 2]], "each of the 1 rows must begin with the root"),
         ([[0, 2, 1]], "nodes must ascend, and the last of a tree is 3"),
         ([[0, 4]], "nodes must ascend, and the last of a tree is 3"),
-        ([[0, 2]], "the parent of each node must be kept too"),
+        ([[0, 2]], "the parent of each node must be among them"),
         ([[0.0, 1.0]], r"they must be an array \[B,n\] of whole numbers"),
     ],
 )
-def test_nodes_that_are_no_tree_are_refused(target, kept, message):
+def test_nodes_that_are_no_tree_are_refused(target, nodes, message):
     class Cut(Fixed):
         def looks(self):
             return True
 
         def keep(self, draft):
-            return np.array(kept)
+            return np.array(nodes)
 
     engine = Engine(target, tiny_drafter(target), Chain(3), adaptive=Cut(3))
     with pytest.raises(ValueError, match=f"keeps nodes that are no tree: {message}"):

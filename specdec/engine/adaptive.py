@@ -58,9 +58,8 @@ def flaw_of(selected: np.ndarray, draft: Draft) -> str:
     if (np.diff(selected, axis=1) <= 0).any() or selected.max() >= draft.nodes:
         return f"nodes must ascend, and the last of a tree is {draft.nodes - 1}"
     parents = np.take_along_axis(draft.parents, selected, 1)
-    return (
-        "" if (parents[..., None] == selected[:, None]).any(-1).all() else "the parent of each node must be among them"
-    )
+    closed = (parents[..., None] == selected[:, None]).any(-1).all()
+    return "" if closed else "the parent of each node must be among them"
 
 
 class Policy:

@@ -163,7 +163,8 @@ def _depth(folder: Path) -> int | None:
 
 def _part(target: Where, config: dict, name: str) -> Tensor:
     folder = resolve(target)
-    stored = [key for part in PARTS[name] for key in read_headers(folder) if part.fullmatch(inner_name(key))]
+    keys = read_headers(folder)
+    stored = [key for part in PARTS[name] for key in keys if part.fullmatch(inner_name(key))]
     if not stored:
         raise ValueError(f"{target} holds no tensor that is its {name.replace('_', ' ')}")
     _, held = next(read_tensors(folder, only=stored[:1]))

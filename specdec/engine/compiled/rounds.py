@@ -86,9 +86,8 @@ def recorded_graph(run: Callable[[int], Any], preserved: abc.Sequence[Tensor], b
         with restored(preserved):
             return record(run, bound, native.SEEN)
 
-    with restored(preserved):
-        run(bounds[0])  # checks the user's own parts (`engine.own_parts`), which reads values
-    undone(bounds[0])  # tensors that are made once and then cached are made now
+    with restored(preserved):  # makes tensors that are cached, and checks the user's own parts, which reads values
+        run(bounds[0])
     one, other = undone(bounds[0]), None
     for bound in bounds[1:]:  # until the operators are the same
         if (other := undone(bound)).operators() == one.operators():

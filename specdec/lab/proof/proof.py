@@ -127,7 +127,8 @@ def prove(
     cases = [(name, tree) for name in names for tree in trees if fits(make_verifier(name), tree)]
     if not cases:
         raise ValueError(f"the verifier {verifier} does not take the tree {tree}: give another tree")
-    decoding = rule(verifier or "match")
+    decodes = verifier or "match"
+    decoding = rule(decodes)
     chosen = {name: [tree] if tree else trees_for(target, drafter, decoding) for name, drafter in drafters.items()}
     pairs = [(name, one) for name, few in chosen.items() for one in few if fits(decoding, one)]
     texts = list(product(pairs, TEXTS)) if decoding.couples else []
@@ -144,7 +145,7 @@ def prove(
             add(proof.rollback, prove_rollback(target, prompts[:3], together=together, seed=seed), rows=how)
         provers = {how: EqualityProver(target, prompts, max_new_tokens, TEXTS[how], seed) for how in TEXTS}
         for (name, one), how in texts:
-            found = provers[how].prove(drafters[name], one, rule(verifier or "match"))
+            found = provers[how].prove(drafters[name], one, rule(decodes))
             add(proof.equal, found, drafter=name, tree=describe(one), sampling=how)
         for (name, one), how in product(cases, SAMPLINGS):
             law = prove_law(one, rule(name), SAMPLINGS[how], draws)
@@ -152,7 +153,7 @@ def prove(
         for how in enumerated:
             add(proof.exact, exact_distance(rule("match"), SAMPLINGS[how]), rule="match", sampling=how)
         for name, one in pairs:
-            engine = Engine(target, drafters[name], one, rule(verifier or "match"))
+            engine = Engine(target, drafters[name], one, rule(decodes))
             sampled = prove_sampled(engine, prompts, NUCLEUS, max_new_tokens, seed)
             add(proof.sampled, sampled, drafter=name, tree=describe(one))
     return proof
